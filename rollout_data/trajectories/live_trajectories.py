@@ -67,11 +67,11 @@ class LiveTrajectories:
         self.num_samples = 0
         self.gatherer = RowGatherer(cache, trusted)
         self._layouts: dict[RowLayout, int] = {}
-        #: Table rows below `_stop` are in use. The table rows of the first `_num_forgotten`
-        #: trajectories of the buffer were removed.
+        #: The first `_stop` table rows are in use, one per trajectory in the order of adding. Table
+        #: rows of the oldest `_num_removed` trajectories are no longer in the table.
         self._table = np.zeros(_MIN_FREE_ROWS, TABLE_DTYPE)
         self._stop = 0
-        self._num_forgotten = 0
+        self._num_removed = 0
         #: `min_weights_version` of the latest snapshot, and the snapshot.
         self._latest: tuple[int | None, TrajectorySnapshot] | None = None
 
@@ -80,10 +80,10 @@ class LiveTrajectories:
 
         If the capacity is exceeded, the oldest entry is removed.
         """
-        check_fields(self.fields, entry.layout.schema.values())
+        add_fields(self.fields, entry.layout.schema.values())
         if self._stop == len(self._table):
             self._grow_table()
-        entry.position = self._num_forgotten + self._stop
+        entry.position = self._num_removed + self._stop
         self._stop += 1
         self.entries[entry.trajectory_id] = entry
         self.num_samples += entry.num_samples
@@ -95,7 +95,10 @@ class LiveTrajectories:
         self.note_moved(moved_ids)
 
     def note_moved(self, trajectory_ids: Iterable[int]) -> None:
-        """Update the table rows of trajectories whose data moved. Unknown ids are ignored."""
+        """Update the locations of trajectories in the table, after their rows were moved.
+
+        Ids without a live trajectory are ignored.
+        """
         for trajectory_id in trajectory_ids:
             entry = self.entries.get(trajectory_id)
             if entry is None:
@@ -107,7 +110,7 @@ class LiveTrajectories:
                 location = CACHED
                 first = self.cache.find(trajectory_id)[0].first
             layout = self._layouts.setdefault(entry.layout, len(self._layouts))
-            table_row = entry.position - self._num_forgotten
+            table_row = entry.position - self._num_removed
             self._table[table_row] = entry.num_samples, layout, location, first
         self._latest = None
 
@@ -180,7 +183,7 @@ class LiveTrajectories:
         cache = self.cache
         if cache is None or cache.is_full:
             return False
-        if snapshot.is_one_place and snapshot.location[0] == CACHED:
+        if snapshot.is_one_location and snapshot.location[0] == CACHED:
             return False
         uncached_runs = np.unique(run[snapshot.location[run] != CACHED])
         for number in uncached_runs.tolist():
@@ -208,11 +211,11 @@ class LiveTrajectories:
         free_rows = np.zeros(max(_MIN_FREE_ROWS, num_live), TABLE_DTYPE)
         self._table = np.concatenate([self._table[num_removed:], free_rows])
         self._stop = num_live
-        self._num_forgotten += num_removed
+        self._num_removed += num_removed
 
 
-def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
-    """Add `fields` to `known`, and check fields that it already has.
+def add_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
+    """Add fields to the map `known` by name. Check fields whose name is already in the map.
 
     Raises:
         SchemaError: A field in `known` has a different dtype or shape.

@@ -159,8 +159,9 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
     """Return the entries that a rank loads: a contiguous part of `entries`, oldest first.
 
-    A share is sorted by id, because the ranks of a run use disjoint ascending ids. If ranks used
-    equal ids, `read_folder` chose new ids and the share is not sorted.
+    Ids show the order in which the ranks of a run recorded, because ranks use disjoint ascending
+    ids. So a share with trajectories of several ranks is sorted by id. It is not sorted if ranks
+    used equal ids, for which `read_folder` has chosen new ids.
     """
     start = len(entries) * rank // world_size
     stop = len(entries) * (rank + 1) // world_size
@@ -187,7 +188,7 @@ def _read_rank(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], 
         entries = []
         missing_ids = []
         for trajectory_id, item in items.items():
-            path = _preferred(files.get(trajectory_id, []), counters.file_format)
+            path = _choose_file(files.get(trajectory_id, []), counters.file_format)
             if path is None:
                 missing_ids.append(trajectory_id)
             else:
@@ -219,8 +220,8 @@ def _read_index(path: Path) -> tuple[dict[int, dict[str, Any]], Counters]:
     """Read an index and the counters of its folder.
 
     Returns:
-        Map from trajectory id to its item in the index, in the order of the index.
-        Counters, which earlier systems store in `metadata.json`.
+        Two results. First, a map from trajectory id to its item in the index, in the order of the
+        index. Second, the counters; an earlier system stores them in `metadata.json`.
     """
     index = read_json(path, _MAX_INDEX_BYTES)
     metadata_path = path.parent / METADATA_NAME
@@ -232,8 +233,11 @@ def _read_index(path: Path) -> tuple[dict[int, dict[str, Any]], Counters]:
     return dict(listed_entries(index)), _counters_of(summary or {})
 
 
-def _preferred(paths: Sequence[Path], file_format: str) -> Path | None:
-    """Return the path with the extension `file_format`, else with the first in `FORMATS`."""
+def _choose_file(paths: Sequence[Path], file_format: str) -> Path | None:
+    """Choose among the files of one trajectory; None if `paths` is empty.
+
+    A file with the extension `file_format` is preferred. Otherwise the order of `FORMATS` decides.
+    """
     for suffix in (file_format, *FORMATS):
         for path in paths:
             if path.suffix == f".{suffix}":
@@ -244,7 +248,7 @@ def _preferred(paths: Sequence[Path], file_format: str) -> Path | None:
 def _read_entry(
     path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool
 ) -> Entry:
-    """Read the description of a trajectory from its file and its item in the index.
+    """Create the entry of a trajectory from its file and its item in the index.
 
     Raises:
         CorruptFileError: The file is damaged, or the index contradicts it.
@@ -254,8 +258,8 @@ def _read_entry(
     shape = (num_steps, num_envs)
     if min(shape) < 1 or num_steps * num_envs != num_samples:
         raise CorruptFileError(
-            f"the index has shape {list(shape)} for {str(path)!r}, which does not match its "
-            f"{num_samples} samples."
+            f"the index lists {str(path)!r} with shape {list(shape)} and {num_samples} samples, "
+            "expected the product of the shape."
         )
 
     block = None
@@ -291,7 +295,7 @@ def _counters_of(summary: Mapping[str, Any]) -> Counters:
     seed = int(summary.get("seed", 0))
     next_id = int(summary.get("trajectory_counter", 0))
     if next_id >= MAX_ID:
-        raise ValueError(f"a trajectory_counter of {next_id}")
+        raise ValueError(f"trajectory_counter must be below {MAX_ID}, got {next_id}")
     text = summary.get("rng")
     rng = None if text is None else _random_state_of(text)
     return Counters(seed, next_id, file_format, rng)
@@ -304,11 +308,14 @@ def _random_state_of(text: Any) -> torch.Tensor:
     try:
         torch.Generator().set_state(rng)
     except RuntimeError as cause:
-        raise ValueError(f"the state of a generator: {cause}") from cause
+        raise ValueError(f"rng is not the state of a torch generator: {cause}") from cause
     return rng
 
 
-def folded(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Return a random state for a rank, derived from the random state of a checkpoint."""
+def random_state_of_rank(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Derive a random state for a rank from the random state of a checkpoint.
+
+    Ranks that load the same checkpoint then draw different samples.
+    """
     digest = hashlib.sha256(rng.numpy().tobytes() + f"{rank} of {world_size}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1).get_state()

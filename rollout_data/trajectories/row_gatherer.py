@@ -1,6 +1,8 @@
-"""`RowGatherer`: copy the rows of sampled steps, wherever they are, and split them into fields.
+"""`RowGatherer`: copy the rows of sampled steps and split them into fields.
 
-Rows are gathered with one call per location and layout.
+A row has the fields of one step. Its trajectory is in the cache, in a file that is mapped, or
+elsewhere: in other memory, or in a file that must be read completely. One call gathers all rows
+with the same location and the same layout.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ Arrays = dict[str, npt.NDArray[np.int32]]
 MAX_MAPPED_FILES = 20_000
 #: Number of rows of a sample that are tested for presence in the page cache, before prefetching.
 _NUM_PROBES = 16
-#: Maximum bytes of a gather with numpy, which has less overhead per call. Above, torch is faster,
-#: because it uses several threads.
+#: Maximum bytes of a gather with numpy, which has less overhead per call. torch copies more bytes
+#: faster, because it uses several threads.
 _MAX_NUMPY_BYTES = 1 << 20
 
 
 class RowGatherer:
-    """Reader of rows in the cache, in mapped files, and elsewhere.
+    """Reader of the rows of trajectories from the cache, from mapped files, and from elsewhere.
 
     The caller of a method must hold the lock of the buffer.
 
@@ -90,7 +92,7 @@ class RowGatherer:
         names: tuple[str, ...],
         contiguous: bool,
     ) -> dict[str, Any]:
-        """Copy fields of steps.
+        """Copy fields of sampled steps.
 
         Args:
             snapshot: Trajectories of the steps.
@@ -103,7 +105,7 @@ class RowGatherer:
             Nested dict of new tensors `[n, *field.shape]`.
 
         Raises:
-            MissingFieldError: A sampled trajectory lacks a field.
+            MissingFieldError: A sampled trajectory does not have a field of `names`.
         """
         if len(snapshot.layouts) == 1:
             return self._fields(snapshot, run, row, names, contiguous, nested=True)
@@ -133,38 +135,42 @@ class RowGatherer:
         contiguous: bool,
         nested: bool,
     ) -> dict[str, Any]:
-        """Copy fields of steps with the same layout. `nested` nests the result by name."""
+        """Copy fields of steps whose trajectories have the same layout.
+
+        With `nested`, the result is a nested dict; otherwise it is a dict by flat name.
+        """
         layout = snapshot.entries[run[0]].layout
         cut, columns = _cut_of(layout, names, contiguous, nested)
         used_columns = [name for name in columns if name is not None]
-        if snapshot.is_one_place or len(run) == 1:
-            rows = self._rows_at_one_place(snapshot, run, row, used_columns)
+        if snapshot.is_one_location or len(run) == 1:
+            rows = self._rows_at_one_location(snapshot, run, row, used_columns)
         else:
-            rows = self._rows_at_several_places(snapshot, run, row, used_columns)
+            rows = self._rows_at_several_locations(snapshot, run, row, used_columns)
         return cut([None if name is None else rows[name] for name in columns])
 
-    def _rows_at_several_places(
+    def _rows_at_several_locations(
         self, snapshot: TrajectorySnapshot, run: Int64s, row: Int64s, columns: list[str]
     ) -> Arrays:
-        """Copy rows of steps with the same layout."""
+        """Copy rows with the same layout from different locations, in the order of the steps."""
         layout = snapshot.entries[run[0]].layout
         rows = {}
         for name in columns:
             rows[name] = self._empty(len(row), layout.columns[name].row_bytes // 4).numpy()
         location = snapshot.location[run]
-        # `_rows_at_one_place` reads ELSEWHERE rows of one run only, so each run gets a number.
-        place_of_step = np.where(location == ELSEWHERE, -1 - run, location)
-        for place in np.unique(place_of_step):
-            steps = np.flatnonzero(place_of_step == place)
-            copied = self._rows_at_one_place(snapshot, run[steps], row[steps], columns)
+        # One call of `_rows_at_one_location` copies ELSEWHERE rows of a single run only. So each
+        # such run counts as a location of its own, with a number below 0.
+        location_of_step = np.where(location == ELSEWHERE, -1 - run, location)
+        for place in np.unique(location_of_step):
+            steps = np.flatnonzero(location_of_step == place)
+            copied = self._rows_at_one_location(snapshot, run[steps], row[steps], columns)
             for name, words in copied.items():
                 rows[name][steps] = words
         return rows
 
-    def _rows_at_one_place(
+    def _rows_at_one_location(
         self, snapshot: TrajectorySnapshot, run: Int64s, row: Int64s, columns: list[str]
     ) -> Arrays:
-        """Copy rows that are all in the cache, all in mapped files, or all in one other run."""
+        """Copy rows with the same layout and location; ELSEWHERE rows must be in the same run."""
         entry = snapshot.entries[run[0]]
         location = snapshot.location[run[0]]
         if location == MAPPED:
@@ -180,7 +186,7 @@ class RowGatherer:
     ) -> Arrays:
         used_runs, run_position = np.unique(run, return_inverse=True)
         entries = [snapshot.entries[number] for number in used_runs.tolist()]
-        files = self._files_of(entries)
+        files = self._map_files(entries)
         first_rows = []
         for entry in entries:
             assert entry.block is not None
@@ -194,18 +200,23 @@ class RowGatherer:
             rows = first_of_run[run_position, position] + row
             probes = rows[:: max(1, len(rows) // _NUM_PROBES)].tolist()
             if not all(map(arena.is_resident, probes)):
-                # Starts all disk reads at once, instead of one per page fault.
+                # Start all disk reads at once, instead of one per page fault.
                 arena.will_need(np.sort(rows), np.ones_like(rows))
             copied[name] = self._copied(arena.words_view, rows)
         return copied
 
-    def _files_of(self, entries: list[Entry]) -> FileMap:
-        """Return a map of files that includes those of `entries`, which have the same layout."""
+    def _map_files(self, entries: list[Entry]) -> FileMap:
+        """Map the files of trajectories with the same layout, unless they are mapped already.
+
+        Returns:
+            All mapped files of this layout.
+        """
         layout = entries[0].layout
         blocks = [entry.block for entry in entries if entry.block is not None]
         files = self._files.get(layout)
         if files is None or not _has_room(files, blocks):
-            self._files.pop(layout, None)  # Unmaps the files of this layout.
+            # Delete the old map first. This unmaps its files.
+            self._files.pop(layout, None)
             files = FileMap({DATA: layout}, blocks)
             self._files[layout] = files
         for block in blocks:
@@ -215,7 +226,7 @@ class RowGatherer:
         return files
 
     def _copied(self, words: torch.Tensor, rows: Int64s) -> npt.NDArray[np.int32]:
-        """Return a copy of the rows `rows` of a column."""
+        """Copy the rows with the numbers `rows` from a column `words`."""
         num_bytes = 4 * len(rows) * words.shape[1]
         if num_bytes < MIN_POOLED_BYTES:
             copied: npt.NDArray[np.int32] = words.numpy().take(rows, axis=0, mode="clip")
@@ -232,7 +243,7 @@ class RowGatherer:
 
 
 def _has_room(files: FileMap, blocks: list[Block]) -> bool:
-    """Return whether the blocks that are not mapped yet may be added to `files`."""
+    """Return whether `files` can map all of `blocks` without exceeding its limits."""
     unmapped = [block for block in blocks if block.identity not in files.mapped]
     if not unmapped:
         return True
@@ -243,9 +254,10 @@ def _has_room(files: FileMap, blocks: list[Block]) -> bool:
 def _cut_of(
     layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool
 ) -> tuple[Cut, list[str | None]]:
-    """Return a function that splits rows into fields, and the columns that the function needs.
+    """Return a function that splits rows into fields, and the columns that it splits.
 
-    The columns are a list with the name of each column in layout order, or None if it is unused.
+    The second result has one item per column of the layout, in order: its name, or None if no field
+    of `names` is in the column.
     """
     groups = []
     for column in layout.columns.values():

@@ -71,7 +71,10 @@ class RowMemory:
         return next(reversed(self._pieces.values()), 0)
 
     def _place(self, num_rows: int) -> int:
-        """Return the first of `num_rows` free rows. Grows the memory if necessary."""
+        """Return the index of the first of `num_rows` consecutive free rows.
+
+        The memory grows if there are none.
+        """
         end = self._end
         if end + num_rows <= self.capacity:
             return end
@@ -94,7 +97,9 @@ class RowMemory:
 
 
 class Cached(NamedTuple):
-    """Location of the rows of a cached trajectory, for its fields with equal numbers of steps.
+    """Location of rows of a cached trajectory.
+
+    Fields with different numbers of steps are stored apart, each group at its own location.
 
     Attributes:
         memory: Memory that contains the rows.
@@ -172,7 +177,12 @@ class TrajectoryCache(Shown):
         self.put_rows(trajectory_id, parts)
 
     def put_rows(self, trajectory_id: int, parts: Mapping[RowLayout, Rows]) -> list[int]:
-        """Copy a trajectory into the cache as packed rows, with one entry in `parts` per layout.
+        """Copy the packed rows of a trajectory into the cache.
+
+        Args:
+            trajectory_id: Id of the trajectory.
+            parts: Map from row layout to the rows with this layout. There are several layouts if
+                fields have different numbers of steps.
 
         Returns:
             Ids of the added trajectory and, if the cache was full, of the removed trajectory.
@@ -241,7 +251,9 @@ class TrajectoryCache(Shown):
 def _by_length(
     trajectory_id: int, trajectory: Mapping[str, Any]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Map lengths n to the tensors `[n, 1, ...]` of a trajectory by flat name.
+    """Group the tensors of a trajectory by their number of steps n.
+
+    The result maps n to a dict of tensors `[n, 1, ...]` by flat name.
 
     Raises:
         UsageError: A leaf is no tensor or has no rows, or there are no leaves.

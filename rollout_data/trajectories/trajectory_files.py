@@ -197,9 +197,14 @@ class Entry:
         )
 
     def put_file(self, target: Path, rows: Rows | None) -> None:
-        """Create the file `target` with `rows`, or as a link or copy of the existing file."""
+        """Create the file `target` with the content of this trajectory.
+
+        Args:
+            target: Path of the new file.
+            rows: Rows to write. None: link or copy the existing file of this trajectory.
+        """
         has_other_id = self.block is not None and self.block.sequence != self.trajectory_id
-        if rows is None and has_other_id:  # A link would store the old id.
+        if rows is None and has_other_id:  # A linked file would still contain the old id.
             rows = self.read_rows(trusted=False, pool=BufferPool())
         if rows is not None:
             self.write(target, rows)
@@ -253,8 +258,9 @@ def find_block(
         num_steps, num_envs = shape
         lengths = header.fragments["length"].tolist()[:8]
         raise CorruptFileError(
-            f"{str(path)!r} has trajectory {header.sequence} with the lengths {lengths}, expected "
-            f"trajectory {trajectory_id} with {num_envs} x {num_steps} frames."
+            f"{str(path)!r} has trajectory {header.sequence} with {lengths} frames per environment, "
+            f"expected trajectory {trajectory_id} with {num_envs} environments of {num_steps} "
+            "frames each."
         )
     places = {(DATA, name): place for name, place in header.locations[DATA].items()}
     block = Block(
@@ -273,7 +279,7 @@ def _has_shape(header: BlockHeader, shape: tuple[int, int]) -> bool:
     """Return whether a block has B consecutive fragments of T frames, without compression."""
     num_steps, num_envs = shape
     fragments = header.fragments
-    # Tested before the lists below, whose length `num_envs` may be huge in a forged index.
+    # This test comes first: the lists below have `num_envs` items, a huge number in a forged index.
     if len(fragments) != num_envs:
         return False
     has_lengths = fragments["length"].tolist() == [num_steps] * num_envs

@@ -24,8 +24,15 @@ from storage.live.monitors import PerformanceMonitor
 
 from ..blocks.row_layout import RowLayout
 from ..sources.trajectory_checkpoints.checkpoint_folder import FORMATS
-from .live_trajectories import LiveTrajectories, check_fields
-from .replay_folder import Counters, check_json, folded, read_folder, save_to, share_of
+from .live_trajectories import LiveTrajectories, add_fields
+from .replay_folder import (
+    Counters,
+    check_json,
+    random_state_of_rank,
+    read_folder,
+    save_to,
+    share_of,
+)
 from .trajectory_cache import TrajectoryCache
 from .trajectory_files import Entry
 from .trajectory_rows import FlatTrajectory, flatten_trajectory, layout_of, pack, unpack
@@ -225,7 +232,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             self._check_usable()
             fields = dict(self._live.fields)
             for _, layout in checked:
-                check_fields(fields, layout.schema.values())
+                add_fields(fields, layout.schema.values())
         if self._saver is not None:
             self._saver.warn_of_earlier()
         with self._timed("add"):
@@ -394,7 +401,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._saver.wait()
             entries, counters = read_folder(folder, self.trusted, verify)
             entries = [entry for entry in entries if entry.is_recent(min_weights_version)]
-            live = self._loaded(share_of(entries, rank, id_step))
+            live = self._live_of(share_of(entries, rank, id_step))
             with self._lock:
                 self._check_usable()
                 if self._saver is not None:
@@ -405,15 +412,20 @@ class TrajectoryReplayBuffer(Shown, Owned):
                     self._saver.warn_of_earlier()
                 if counters.rng is not None:
                     is_share = id_step > 1
-                    rng = folded(counters.rng, rank, id_step) if is_share else counters.rng
+                    rng = (
+                        random_state_of_rank(counters.rng, rank, id_step)
+                        if is_share
+                        else counters.rng
+                    )
                     self.rng.set_state(rng)
                 self._next_id = max(counters.next_id, self._next_id) + rank
                 self._id_step = id_step
 
-    def _loaded(self, entries: Sequence[Entry]) -> LiveTrajectories:
-        """Return the table of the newest entries within the capacity.
+    def _live_of(self, entries: Sequence[Entry]) -> LiveTrajectories:
+        """Create the table of live trajectories from loaded entries.
 
-        Without `auto_save` their rows are read into memory.
+        Only the newest entries are used if there are more than the capacity. Without `auto_save`
+        their rows are read into memory.
         """
         live = self._empty_state()
         newest = entries[-live.capacity :] if live.capacity else entries
@@ -427,7 +439,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
     def _append(
         self, trajectory: FlatTrajectory, layout: RowLayout, weights_version: int | None
     ) -> int:
-        """Add a trajectory that was checked, and return its id."""
+        """Add a trajectory that passed all checks. Return its id."""
         rows = pack(layout, trajectory.tensors, self._live.gatherer.pool)
         version = weights_version
         if version is None:

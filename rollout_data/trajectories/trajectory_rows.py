@@ -1,7 +1,7 @@
-"""Convert trajectories between `[T, B, ...]` tensors and rows as in block files.
+"""Convert trajectories between `[T, B, ...]` tensors and packed rows, as block files store them.
 
-Rows are ordered by environment, then by time. Block files have the same order, so reading and
-writing them needs no further conversion.
+A packed row contains all fields of one step of one environment. Rows are ordered by environment,
+then by time. Block files have the same order, so rows are read and written without conversion.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rows = dict[str, torch.Tensor]
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
-    """Return the row layout for tensors `[T, B, *shape]`. Errors contain `where`."""
+    """Return the row layout for tensors `[T, B, *shape]`. `where` names the trajectory in errors."""
     fields = []
     for name, tensor in tensors.items():
         dtype = dtype_name(tensor.dtype, f"{name!r} {where}")
@@ -171,9 +171,9 @@ def _shape_of(
     longer: Collection[str],
     where: str,
 ) -> tuple[int, int]:
-    """Return the number of steps and of environments, (T, B), of a trajectory.
+    """Return the shape (T, B) of a trajectory, from the first two axes of one of its leaves.
 
-    Leaves in `longer` may have additional rows, so another leaf is used if there is one.
+    Leaves in `longer` may have more than T rows, so another leaf is used if there is one.
     """
     if not tensors:
         raise SchemaError(f"the fields {where} include no tensor.")
@@ -196,7 +196,14 @@ def _epochs(
     is_declared: bool,
     where: str,
 ) -> torch.Tensor:
-    """Return a view `[epochs, rows, B, ...]` of a leaf that has one additional row per epoch.
+    """Split a leaf `[T + e, B, ...]` into its e epochs: a view `[e, T / e + 1, B, ...]`.
+
+    Args:
+        name: Name of the leaf.
+        tensor: The leaf, with one additional row per epoch.
+        shape: (T, B) of the trajectory.
+        is_declared: Whether the leaf is named in `drop_first` or `drop_last`.
+        where: Name of the trajectory in errors.
 
     Raises:
         SchemaError: The number of rows is wrong, or the leaf is not declared to have more rows.

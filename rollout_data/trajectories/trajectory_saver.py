@@ -81,9 +81,9 @@ class TrajectorySaver:
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
         #: Map from id to entry, oldest first, for the trajectories that the next index lists.
         self._listed: dict[int, Entry] = {}
-        #: Map from the id of each unwritten entry to whether the index will list the entry.
+        #: Map from the ids of entries that are not written yet to whether the index will list them.
         self._expected: dict[int, bool] = {}
-        #: Files that the next index does not list, to delete after it is written.
+        #: Files of entries that the next index does not list. They are deleted after it is written.
         self._superfluous: set[Path] = set()
         self._unsaved: list[Entry] = []
         self._failure: BaseException | None = None
@@ -105,44 +105,49 @@ class TrajectorySaver:
             warnings.warn(message, RolloutDataWarning, stacklevel=3)
 
     def expect(self, entry: Entry) -> None:
-        """Register an entry before `submit`, so that the index will list it. Requires the lock."""
+        """Announce an entry that will be submitted, so that the index will list it.
+
+        Requires the lock.
+        """
         self._expected[entry.trajectory_id] = True
 
     def submit(self, entry: Entry) -> None:
-        """Queue an entry that `expect` has registered. Its `rows` must not change any more.
+        """Queue an entry to be written. Call `expect` first, and do not change its `rows` any more.
 
         The call blocks while `max_pending` entries are queued.
         """
         self._worker.submit(self._save, entry)
 
     def list_only(self, entries: Iterable[Entry]) -> None:
-        """Set the entries of the next index: those of `entries` whose files are in this folder.
+        """Replace the list of the next index by the entries whose file is in this folder.
 
-        Requires the lock. Files of formerly listed entries are not deleted.
+        Other entries of `entries`, and queued entries, are not listed. Files of formerly listed
+        entries are not deleted. Requires the lock.
         """
         self._expected = dict.fromkeys(self._expected, False)
         self._listed = {}
         for entry in entries:
-            if entry.path is not None and self._has(entry):
+            if entry.path is not None and self._is_in_folder(entry):
                 self._listed[entry.trajectory_id] = entry
                 self._superfluous.discard(entry.path)
 
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
         """Link or copy the files of loaded trajectories into this folder. Requires the lock.
 
-        Afterwards the index can list the trajectories, and their rows are read from this folder. If
-        an error is raised, the folder is unchanged.
+        Afterwards the index can list these trajectories, and their rows are read from this folder.
+        If an error is raised, the folder is unchanged.
 
         Args:
             entries: Entries of the loaded trajectories.
-            directory: Folder of the loaded trajectories. If this folder is inside of `directory`,
-                files of other ranks are not copied, unless `is_share` is true.
+            directory: Folder of the loaded trajectories. If the saver's own folder is inside of
+                `directory`, no files are linked or copied unless `is_share` is True: they belong to
+                other ranks of the same run.
             is_share: Whether each rank has loaded its own share.
         """
         is_inside = self.folder.is_relative_to(directory.resolve())
         others: list[Entry] = []
         if is_share or not is_inside:
-            others = [entry for entry in entries if not self._has(entry)]
+            others = [entry for entry in entries if not self._is_in_folder(entry)]
         placed = self._place_all(others)
         num_omitted = 0
         for entry, place in zip(others, placed, strict=True):
@@ -154,7 +159,9 @@ class TrajectorySaver:
         if is_inside:
             self._earlier_ids.clear()
         else:
-            self._earlier_ids -= {entry.trajectory_id for entry in entries if self._has(entry)}
+            self._earlier_ids -= {
+                entry.trajectory_id for entry in entries if self._is_in_folder(entry)
+            }
         if num_omitted:
             message = (
                 f"{num_omitted} trajectories of {str(directory)!r} have ids that other "
@@ -200,11 +207,11 @@ class TrajectorySaver:
         finally:
             self._worker.close()
 
-    def _has(self, entry: Entry) -> bool:
+    def _is_in_folder(self, entry: Entry) -> bool:
         return entry.path is not None and entry.path.parent == self.folder
 
     def _place_all(self, entries: Sequence[Entry]) -> list[_Place | None]:
-        """Call `_place` for each loaded entry. If one raises, remove the files created so far."""
+        """Call `_place` for each loaded entry. If a call raises, remove all created files."""
         if not entries:
             return []
         existing = find_files(self.folder)
@@ -215,16 +222,18 @@ class TrajectorySaver:
                 places.append(self._place(entry, existing.get(entry.trajectory_id, []), created))
             if created:
                 sync_path(self.folder)
-        except BaseException:  # After Ctrl-C, unlisted files must not stay either.
+        except BaseException:  # Created files must not stay after Ctrl-C either.
             for path in created:
                 path.unlink(missing_ok=True)
             raise
         return places
 
     def _place(self, entry: Entry, existing: Sequence[Path], created: list[Path]) -> _Place | None:
-        """Return the file in this folder for a loaded entry, after creating it if necessary.
+        """Link or copy the file of a loaded entry into this folder, unless it is there already.
 
-        The result is None if another trajectory in this folder has the id of the entry.
+        Returns:
+            The file in this folder and its row locations. None if another trajectory in this folder
+            has the id of the entry.
 
         Args:
             entry: The loaded entry, whose file is in another folder.
@@ -253,9 +262,9 @@ class TrajectorySaver:
         """Write the file of an entry, and the index if it is due. Runs in the background thread."""
         try:
             self._write(entry)
-            # Writing the index after each entry would be slow. It is written after the last queued
-            # entry. It is written earlier if it is due, or if files wait for deletion and the last
-            # index lists fewer entries than have files.
+            # To write the index after each entry would be slow. It is written after the last queued
+            # entry, or if the time of `_index_due_s` has come. It is also written if files wait for
+            # deletion and the last written index has fewer entries than the next one.
             is_short = self._superfluous and self._num_in_index < len(self._listed)
             is_due = time.monotonic() >= self._index_due_s
             if is_short or is_due or self._worker.num_pending <= 1:
@@ -284,7 +293,11 @@ class TrajectorySaver:
             path.unlink(missing_ok=True)
 
     def _note_saved(self, entry: Entry) -> bool:
-        """Add a written entry to the next index. Returns False if its file must be deleted."""
+        """Add a written entry to the next index.
+
+        Returns:
+            Whether the file of the entry is kept. If not, the caller must delete it.
+        """
         is_listed = self._expected.pop(entry.trajectory_id)
         if not is_listed:
             return self._capacity is None
@@ -317,7 +330,8 @@ class TrajectorySaver:
             write_index(self.folder, listed, counters)
             self._num_in_index = len(listed)
             with self._lock:
-                # `list_only` may have listed files again in the meantime, which must be kept.
+                # While the index was written, `list_only` may have listed some of these files
+                # again. Such files are no longer in `_superfluous`, and are kept.
                 for path in self._superfluous.intersection(superfluous):
                     path.unlink(missing_ok=True)
                     self._superfluous.discard(path)

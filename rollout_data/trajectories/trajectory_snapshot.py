@@ -17,9 +17,9 @@ Int64s = npt.NDArray[np.int64]
 #: Locations of rows: in the cache, in a file that can be mapped, or elsewhere (in other memory, or
 #: in a file without random access).
 CACHED, MAPPED, ELSEWHERE = range(3)
-#: Table row of a trajectory: "size" is the number of steps, "layout" an index of the row layout,
-#: "location" is `CACHED`, `MAPPED` or `ELSEWHERE`, and "first" the first row in the cache (0 if not
-#: cached).
+#: Table row of a trajectory. "size" is its number of steps. "layout" is the index of its row layout.
+#: "location" is `CACHED`, `MAPPED` or `ELSEWHERE`. "first" is the index of its first row in the
+#: memory of the cache, 0 if it is not cached.
 TABLE_DTYPE = np.dtype([("size", "i8"), ("layout", "i8"), ("location", "i8"), ("first", "i8")])
 _FIRST_RUN = np.zeros(1, np.int64)
 
@@ -42,7 +42,7 @@ class TrajectorySnapshot:
         location: Location of the rows of each run (`CACHED`, `MAPPED`, `ELSEWHERE`), int64 `[R]`.
         layouts: Map from layout index to layout, for the layouts of the runs.
         names: Names of the fields that every trajectory has.
-        is_one_place: Whether all rows are in the cache, or all rows are in mapped files.
+        is_one_location: Whether all rows are in the cache, or all rows are in mapped files.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TrajectorySnapshot:
         run_starts = np.flatnonzero(np.append(True, ~continues))
         run_lasts = np.append(run_starts[1:], len(size)) - 1
 
-        # Samples are numbered from the oldest step of all trajectories on.
+        # All steps are numbered through the trajectories, from the first step of the oldest one.
         stops = np.cumsum(size)
         self._run_stops = stops[run_lasts]
         self._row_of_sample_0 = (first - (stops - size))[run_starts]
@@ -70,13 +70,19 @@ class TrajectorySnapshot:
         self.layouts = {number: layouts[number] for number in self.layout.tolist()}
         self.names = _common_names(list(self.layouts.values()))
         is_same_location = bool((self.location == self.location[0]).all())
-        self.is_one_place = is_same_location and self.location[0] != ELSEWHERE
+        self.is_one_location = is_same_location and self.location[0] != ELSEWHERE
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the run and the row of each sample. Samples are counted from the oldest step.
+        """Convert numbers of steps to runs and rows.
 
-        A row is an index into the cache or into the trajectory. If there is only one run, the first
-        result has the shape `[1]`.
+        Args:
+            samples: Numbers of steps, int64 `[n]`, from 0 for the first step of the oldest
+                trajectory.
+
+        Returns:
+            The run of each step, int64 `[n]`, or `[1]` if there is only one run. The row of each
+            step, int64 `[n]`: an index into the memory of the cache, or into the rows of the
+            trajectory if it is not cached.
         """
         run = _FIRST_RUN
         if len(self._run_stops) > 1:
@@ -84,7 +90,9 @@ class TrajectorySnapshot:
         return run, samples + self._row_of_sample_0[run]
 
     def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
-        """Return the names of the fields at or below `keys` that any trajectory has.
+        """Return the names of the fields that `keys` select, if any trajectory has them.
+
+        A key selects the field with its name, or all fields in the mapping with its name.
 
         Raises:
             UsageError: `keys` is not a list of keys.
@@ -110,7 +118,7 @@ class TrajectorySnapshot:
 
 
 def missing_field(name: str, entry: Entry) -> MissingFieldError:
-    """Return the error for a field that a trajectory lacks."""
+    """Create the error that the trajectory `entry` has no field `name`."""
     return MissingFieldError(
         f"trajectory {entry.trajectory_id} has no field {name!r}. "
         f"The fields are {nearest(name, entry.layout.schema)}."

@@ -58,8 +58,8 @@ class DictBuffer(RowBuffer):
         "contiguous",
     )
     _last_sampler: TransitionSampler | None = None
-    #: Positions in memory of the first rows of the windows of the last sample, and the window
-    #: length.
+    #: The last sample: position in memory of the first row of each window, and number of rows per
+    #: window. A sample of single rows has windows of one row.
     _last_drawn: tuple[torch.Tensor, int] | None = None
 
     def __init__(
@@ -101,14 +101,16 @@ class DictBuffer(RowBuffer):
             if ring is None:
                 return None
             self._order.wait(is_write=False)
-            return unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
+            return unflatten(
+                {name: self._in_public_shape(ring.slots_view(name)) for name in ring.schema}
+            )
 
     @property
     def ind(self) -> Any:
         """Positions in `storage` of the rows of the last sample: `[batch_size]` int64.
 
-        The last sample may belong to another thread. None before the first `sample`.
-        `buffer.storage[key][buffer.ind]` equals the sample until its rows are overwritten.
+        None before the first `sample`. `buffer.storage[key][buffer.ind]` equals the sample until
+        its rows are overwritten. If several threads sample, this is the sample of any thread.
         """
         with self._lock:
             ring = self._rows.ring
@@ -118,22 +120,24 @@ class DictBuffer(RowBuffer):
             lane = torch.div(first, ring.stride, rounding_mode="floor")
             steps = torch.arange(num_rows, device=ring.device)
             slots = ((first - lane * ring.stride).unsqueeze(1) + steps) % ring.num_slots
-            return self._shown_index(slots.flatten(), lane.repeat_interleave(num_rows))
+            return self._public_index(slots.flatten(), lane.repeat_interleave(num_rows))
 
     @property
     def num_short_draws(self) -> int:
-        """Number of draws on a GPU that repeated rows because too few candidates were valid.
+        """Number of samples on a GPU in which some rows are repeated.
 
-        Only draws whose result has arrived are counted. Always 0 on the CPU.
+        Rows are repeated if rejection sampling finds too few valid rows among its random
+        candidates; see `window_bounds.py`. The GPU reports this with a delay, so recent samples
+        may be missing from the number. Always 0 on the CPU.
         """
         boundaries = self._rows.boundaries
         return 0 if boundaries is None else boundaries.num_short_draws
 
     @property
     def num_lost_finals(self) -> int:
-        """Number of final observations that were dropped because their memory was full.
+        """Number of final observations that were dropped because the memory for them was full.
 
-        Waits for the device. Always 0 on the CPU.
+        Reading this property waits for the device. Always 0 on the CPU.
         """
         boundaries = self._rows.boundaries
         return 0 if boundaries is None else int(boundaries.num_lost_finals)
@@ -166,9 +170,9 @@ class DictBuffer(RowBuffer):
                 `num_frames` or `at_end`, instead of `request`.
 
         Returns:
-            A nested dict. Every field `[batch_size, *event]` of the first row of each transition;
-            below `next`, the fields of `next_keys` after the last step. `discount` and `next_valid`
-            are included if requested.
+            A nested dict. It has every field of the first row of each transition, `[batch_size,
+            *event]`. Below `next` it has the fields of `next_keys` after the last step.
+            `discount` and `next_valid` are included if requested.
 
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.
@@ -179,7 +183,7 @@ class DictBuffer(RowBuffer):
         elif options:
             raise UsageError(
                 f"request and the options {', '.join(options)} exclude each other. "
-                "Pass them in the request."
+                "Set these options in the request."
             )
         arguments.instance("request", request, "a TransitionRequest", TransitionRequest)
         with self._lock:
@@ -218,7 +222,7 @@ class DictBuffer(RowBuffer):
                         rows = torch.cat([rows[ring.cursor :], rows[: ring.cursor]])
                     elif copy:
                         rows = rows.clone(memory_format=torch.contiguous_format)
-                    columns[name] = self._shown(rows)
+                    columns[name] = self._in_public_shape(rows)
             return unflatten(columns)
 
     def _row_options(self) -> RowOptions:
@@ -235,16 +239,23 @@ class DictBuffer(RowBuffer):
                 "the buffer has no end_key, so the ends of trajectories are unknown. "
                 "Create it with end_key."
             )
-        # The sampler writes its reward weights to the device. Other streams wait for that write.
+        # The sampler writes its reward weights to the device. Other CUDA streams must wait for that
+        # write.
         with self._order.writes:
             return TransitionSampler(boundaries, self._rows.end_names, request)
 
-    def _shown(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows `[slots, lanes, *event]` in the public shape `[slots * lanes, *event]`."""
+    def _in_public_shape(self, rows: torch.Tensor) -> torch.Tensor:
+        """Reshape rows `[slots, lanes, *event]` to the shape that callers of the buffer get.
+
+        Here this is `[slots * lanes, *event]`. Subclasses may keep the lanes apart.
+        """
         return rows.flatten(0, 1)
 
-    def _shown_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
-        """Return the indices of rows in the result of `_shown`."""
+    def _public_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
+        """Return an index that selects the rows in `slots` of `lanes` from the public shape.
+
+        Both arguments are `[n]` int64.
+        """
         return slots * self.num_envs + lanes
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
@@ -297,9 +308,9 @@ class ZBuffer(RowBuffer):
 
     @torch.no_grad()
     def sample(self, num: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """Draw vectors `[num, dim]` uniformly with replacement and return them on a device.
+        """Draw vectors `[num, dim]` uniformly with replacement.
 
-        `device` is the buffer's device by default.
+        The result is on `device`, or on the device of the buffer if `device` is None.
         """
         num = arguments.whole("num", num, 1)
         device = arguments.optional_device("device", device)

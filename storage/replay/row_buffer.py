@@ -1,4 +1,4 @@
-"""`RowBuffer`: base of buffers that keep rows in a `RowStore` and save them as a `BufferStore`."""
+"""`RowBuffer`: base class of buffers that keep their rows in a `RowStore` and can be saved."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from ..saving.saved_store import State
 
 
 class RowBuffer(RowFront, BufferStore):
-    """Base of row buffers: writes, clears and saves rows under one lock. Subclasses sample.
+    """Base class of row buffers: adds, clears and saves rows under one lock.
+
+    Subclasses draw samples. `BufferStore` saves and loads the state.
 
     Args:
-        options: Capacity, end flags of trajectories and guards.
+        options: Capacity, end flags, and number of guards (rows that are stored twice).
         reader: Reader that checks records.
         device, generator: As for `DictBuffer`.
     """
@@ -112,7 +114,8 @@ class RowBuffer(RowFront, BufferStore):
         known = {name: config[name] for name in cls._ARGUMENTS if name in config}
         is_earlier_system = "format" not in config and "generator" not in config
         if is_earlier_system and isinstance(known.get("end_key"), list):
-            # Earlier systems save one key, and a nested key becomes a list in JSON.
+            # Earlier systems save a single end_key. If it is nested, JSON has turned its tuple into
+            # a list, which would mean several end flags.
             known["end_key"] = tuple(known["end_key"])
         return known
 
@@ -136,7 +139,7 @@ class RowBuffer(RowFront, BufferStore):
             numbers["has_finals"] = True
             if ROW_KEY in rows.final_columns:
                 raise SchemaError(
-                    f"the field name {ROW_KEY!r} is reserved for final rows. Rename the field."
+                    f"the field name {ROW_KEY!r} is reserved. Rename the field in final."
                 )
             tensors[f"{FINALS}/{ROW_KEY}"] = rows.final_keys.unsqueeze(1)
             tensors |= {f"{FINALS}/{name}": column for name, column in rows.final_columns.items()}
@@ -171,9 +174,15 @@ class RowBuffer(RowFront, BufferStore):
 
 
 def lane_parts(table: Table, num_lead: int) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """Yield the rows of a table in pieces, as pairs (number of the first row, columns).
+    """Yield the rows of a saved table in pieces, so that the whole table is never in memory twice.
 
-    Columns are `[n, lanes, *event]` by field name, for a piece of n rows.
+    Args:
+        table: Table of saved rows.
+        num_lead: Number of axes before `event` in the table: 2 with an axis of lanes, else 1.
+
+    Yields:
+        Pairs (number of the first row of the piece, columns). The columns are `[n, lanes, *event]`
+        by field name, where n is the number of rows of the piece.
     """
     for first, part in table.rows():
         yield first, {name: x if num_lead == 2 else x.unsqueeze(1) for name, x in part.items()}

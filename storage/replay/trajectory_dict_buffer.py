@@ -166,17 +166,19 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         """
         length = self.seq_length if seq_length is None else seq_length
         num_windows = count_windows(batch_size, length)
-        needed = length + (1 if self.output_key_tp1 else 0)
+        num_frames = length + (1 if self.output_key_tp1 else 0)
         with self._lock:
             ring = self._ring
             cut = ring.cut_of(
                 tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True
             )
-            # New weights are written to the device. Other streams must wait for that write.
-            access = self._order.reads if needed in self._drawn_by else self._order.writes
+            # New weights are written to the device. Other CUDA streams must wait for that write.
+            access = self._order.reads if num_frames in self._weighted else self._order.writes
             with access:
-                episode = self._weights(needed).draw(num_windows, self._rows.generator)
-                starts = below(self.lengths[episode] - needed + 1, self._rows.generator)
+                episode = self._weighted_episodes(num_frames).draw(
+                    num_windows, self._rows.generator
+                )
+                starts = below(self.lengths[episode] - num_frames + 1, self._rows.generator)
                 windows = ring.windows(
                     self.start_idx[episode] + starts, length, cut, never_wraps=True
                 )
@@ -195,47 +197,51 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
                 for all episodes.
         """
         values = numbers("priorities", priorities).flatten()
-        places = None if idxs is None else numbers("idxs", idxs).flatten()
+        if idxs is None:
+            places = torch.arange(self.num_episodes, device=values.device)
+        else:
+            places = numbers("idxs", idxs).flatten()
         is_on_cpu = self.device.type == "cpu"
-        if is_on_cpu or (values.is_cpu and (places is None or places.is_cpu)):
-            values, places = self._checked(values.cpu(), None if places is None else places.cpu())
-        elif places is None:
-            places = torch.arange(self.num_episodes, device=self.device)
-        if len(values) != len(places):
-            raise _count_differs(values, places)
-        if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
-            raise _not_integers(places)
-        if values.is_cpu:
-            _check_values(values)
+        if is_on_cpu:
+            values, places = values.cpu(), places.cpu()
+        self._check_priorities(values, places)
         with self._lock, self._order.writes:
             if is_on_cpu:
                 self._set_priorities(values, places)
             else:
                 self._set_priorities_on_device(sent(values, self.device), sent(places, self.device))
-            self._drawn_by.clear()
+            self._weighted.clear()
 
-    def _checked(
-        self, values: torch.Tensor, places: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Check priorities and indices on the CPU."""
-        values = values.to(torch.float64)
-        places = torch.arange(self.num_episodes, device="cpu") if places is None else places
+    def _check_priorities(self, values: torch.Tensor, places: torch.Tensor) -> None:
+        """Raise `UsageError` if priorities or indices of episodes are invalid.
+
+        The values of tensors on a device are not checked, since the host would have to wait.
+        """
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
-            raise _not_integers(places)
-        if len(values) != len(places):
-            raise _count_differs(values, places)
-        _check_values(values)
-        wrong_places = places[(places < 0) | (places >= self.num_episodes)]
-        if len(wrong_places):
             raise UsageError(
-                f"idxs must be in 0:{self.num_episodes}, got {wrong_places[0].item()}."
+                f"idxs must be integers, got {places.dtype}. "
+                "For a mask, pass mask.nonzero().flatten()."
             )
-        return values, places
+        if len(values) != len(places):
+            raise UsageError(f"{len(values)} priorities are given for {len(places)} idxs.")
+        if values.is_cpu:
+            values = values.double()
+            wrong_values = values[~torch.isfinite(values) | (values < 0)]
+            if len(wrong_values):
+                raise UsageError(
+                    f"priorities must be finite and >= 0, got {wrong_values[0].item()}."
+                )
+        if places.is_cpu:
+            wrong_places = places[(places < 0) | (places >= self.num_episodes)]
+            if len(wrong_places):
+                raise UsageError(
+                    f"idxs must be in 0:{self.num_episodes}, got {wrong_places[0].item()}."
+                )
 
     def _set_priorities(self, values: torch.Tensor, places: torch.Tensor) -> None:
         new = self.priorities.to(torch.float64).numpy()
         # numpy assigns in order, so that the last priority of a repeated index is kept.
-        new[places.long().numpy()] = values.numpy()
+        new[places.long().numpy()] = values.double().numpy()
         if new.any():
             new = new / new.max()  # The sum of very large priorities may be infinite.
             new = new / fsum(new)  # `fsum` is exact and does not depend on the order.
@@ -259,7 +265,10 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self.priorities = torch.where(largest > 0, new / new.sum(), new).float()
 
     def _invalid_entries(self, num_wrong: int) -> UsageError | None:
-        """Return the error of an earlier call with `num_wrong` invalid entries on a device."""
+        """Return the error to raise if an earlier `update_priorities` on a device was invalid.
+
+        `num_wrong` is the number of invalid entries of that call. None if it is 0.
+        """
         if not num_wrong:
             return None
         return UsageError(
@@ -267,11 +276,11 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             f"Priorities must be finite and >= 0, and idxs in 0:{self.num_episodes}."
         )
 
-    def _warn_if_empty(self, needed: int, is_empty: bool) -> None:
-        """Warn if no episode of at least `needed` frames has a priority above 0."""
+    def _warn_if_empty(self, num_frames: int, is_empty: bool) -> None:
+        """Warn if `is_empty`: no episode with at least `num_frames` frames has a priority above 0."""
         if is_empty:
             text = (
-                f"no episode of at least {needed} frames has a priority above 0; all are equally "
+                f"no episode of at least {num_frames} frames has a priority above 0; all are equally "
                 "likely"
             )
             warnings.warn(text, RolloutDataWarning, stacklevel=6)
@@ -288,14 +297,14 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        """Create a buffer without episodes, into which `load` loads a state."""
+        """Create a buffer without episodes. The caller then loads a saved state into it."""
         buffer = cls.__new__(cls)
         buffer._set_devices(device, None, generator_on(0, device))
         return buffer
 
     @classmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        # The numbers of the state contain all options.
+        # `_set_tables` reads all options from the numbers of the state.
         return {}
 
     def _get_state(self) -> State:
@@ -341,10 +350,12 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     def _load_rows(
         self, schema: Schema, parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]]
     ) -> None:
-        """Copy all frames into new memory, part by part.
+        """Copy the frames of all episodes into new memory.
 
-        Each part is a pair (number of its first frame, leaves). The leaves are `[n, 1, *event]` by
-        field name, for a part of n frames.
+        Args:
+            schema: Fields of a frame.
+            parts: Runs of consecutive frames, as pairs (number of the first frame, leaves). The
+                leaves of a run of n frames are `[n, 1, *event]` by field name.
         """
         rows = self._rows.emptied(self.capacity)
         self._ring = rows.load(schema, 1, self.capacity, parts, {})
@@ -356,7 +367,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     @lasting
     def _set_up(self, lengths: Sequence[int], options: Mapping[str, Any]) -> None:
-        """Set the options, the episode bounds from `lengths`, and equal priorities."""
+        """Set the options, compute the bounds of the episodes, and make all priorities equal."""
         bounds = PrefixSum([int(length) for length in lengths])
         for name in _OPTIONS:
             setattr(self, name, options[name])
@@ -371,45 +382,32 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self.motion_ids = [None] * len(bounds)
         self.file_names = [None] * len(bounds)
         self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=self.device)
-        #: By a number of frames: weighted draws of the episodes with at least as many frames.
-        self._drawn_by: dict[int, Weighted] = {}
+        #: Map from a number of frames to weighted draws of the episodes with at least this number of
+        #: frames.
+        self._weighted: dict[int, Weighted] = {}
         self._frame_counts = bounds.lengths
 
-    def _weights(self, needed: int) -> Weighted:
-        """Return cached weighted draws of the episodes with at least `needed` frames."""
+    def _weighted_episodes(self, num_frames: int) -> Weighted:
+        """Return an object that draws episodes with at least `num_frames` frames by priority.
+
+        The object is cached until the priorities change.
+        """
         self._order.deferred.raise_arrived()
-        if needed not in self._drawn_by:
+        if num_frames not in self._weighted:
             longest = int(self._frame_counts.max())
-            if longest < needed:
+            if longest < num_frames:
                 raise UsageError(
-                    f"the longest episode has {longest} frames, and a window needs {needed}."
+                    f"the longest episode has {longest} frames, and a window needs {num_frames}."
                 )
-            is_long = self.lengths >= needed
+            is_long = self.lengths >= num_frames
             weights = torch.where(is_long, self.priorities, 0.0)
             is_empty = weights.sum() <= 0
-            self._order.deferred.note(is_empty, partial(self._warn_if_empty, needed))
+            self._order.deferred.note(is_empty, partial(self._warn_if_empty, num_frames))
             if weights.is_cpu:
                 self._order.deferred.raise_arrived()
             weights = torch.where(is_empty, is_long.to(torch.float32), weights)
-            self._drawn_by[needed] = Weighted(weights)
-        return self._drawn_by[needed]
-
-
-def _count_differs(values: torch.Tensor, places: torch.Tensor) -> UsageError:
-    return UsageError(f"{len(values)} priorities are given for {len(places)} idxs.")
-
-
-def _check_values(values: torch.Tensor) -> None:
-    """Raise `UsageError` if a priority on the CPU is negative or not finite."""
-    wrong_values = values[~torch.isfinite(values) | (values < 0)]
-    if len(wrong_values):
-        raise UsageError(f"priorities must be finite and >= 0, got {wrong_values[0].item()}.")
-
-
-def _not_integers(places: torch.Tensor) -> UsageError:
-    return UsageError(
-        f"idxs must be integers, got {places.dtype}. For a mask, pass mask.nonzero().flatten()."
-    )
+            self._weighted[num_frames] = Weighted(weights)
+        return self._weighted[num_frames]
 
 
 def _read(
@@ -419,7 +417,10 @@ def _read(
     file_names: Iterable[str | None] | None,
     split_on_end: bool,
 ) -> tuple[Schema, list[_Episode]]:
-    """Check episodes and separate their leaves from motion ids and file names.
+    """Check episodes, and split them into leaves, motion ids and file names.
+
+    Returns:
+        The schema of a frame, and the episodes.
 
     Raises:
         UsageError, SchemaError, FieldTypeError: A leaf does not match the schema. The message names
@@ -431,7 +432,8 @@ def _read(
             raise UsageError("episodes is empty. Pass at least one episode.")
         raise UsageError(f"{len(names)} file names are given for {len(episodes)} episodes.")
     parts = [_take_apart(flatten(episode), motion_name) for episode in episodes]
-    # If an episode has no leaf of motion ids, they are stored in `motion_ids` and not as a column.
+    # Every episode must have the same columns. If the motion id is missing or a single value in
+    # one episode, no episode has a column of motion ids; the attribute `motion_ids` has them all.
     keeps_ids = all(motion_name in columns for columns, _, _ in parts)
     reader = RecordReader(1, False, auto_unsqueeze=True, narrow=False)
     records = []
@@ -439,7 +441,7 @@ def _read(
         if not keeps_ids:
             columns.pop(motion_name, None)
         if not columns:
-            raise UsageError(f"episode {number} has no columns.")
+            raise UsageError(f"episode {number} has no fields.")
         if end_name not in columns:
             length = len(next(iter(columns.values())))
             columns[end_name] = torch.zeros((length, 1), dtype=torch.bool, device="cpu")
@@ -462,7 +464,10 @@ def _read(
 def _take_apart(
     columns: dict[str, Any], motion_name: str
 ) -> tuple[dict[str, Any], Any, str | None]:
-    """Separate an episode into its columns, its motion id and its file name."""
+    """Split an episode into (columns, motion id, file name); None for a missing id or name.
+
+    The motion id stays a column if it has one value per frame.
+    """
     file_name = columns.pop("file_name", None)
     value: Any = columns.get(motion_name)
     if value is None or isinstance(value, (str, int, float)) or getattr(value, "ndim", 1) == 0:
@@ -490,9 +495,10 @@ def _split(
 
 
 class PrefixSum:
-    """Lengths of episodes, oldest first, and their running sum.
+    """Lengths of episodes, oldest first, and the running sum of the lengths.
 
-    Frames and episodes are numbered from 0, the start of the oldest episode that was not removed.
+    Frames and episodes are numbered from 0. Number 0 is the oldest episode that was not removed,
+    and its first frame.
 
     Args:
         lengths: Lengths of the initial episodes. An int is interpreted as `max_len`.
@@ -510,8 +516,8 @@ class PrefixSum:
             raise UsageError(
                 f"lengths must be a list of lengths or a number, got {repr(lengths)[:60]}."
             )
-        #: End of each episode, as a running number of frames. `_ends[_first]` is the start of the
-        #: oldest episode.
+        #: Number of frames up to the end of each episode, including removed episodes. The oldest
+        #: episode has the frames `_ends[_first]` to `_ends[_first + 1]`.
         self._ends: Integers = np.zeros(_FIRST_ROOM, np.int64)
         self._first = 0
         self._last = 0
@@ -618,8 +624,8 @@ class PrefixSum:
         return self.locate(idx)[0]
 
     def _make_room(self, num_episodes: int) -> None:
-        needed = self._last + num_episodes + 1
-        if needed <= len(self._ends):
+        num_ends = self._last + num_episodes + 1
+        if num_ends <= len(self._ends):
             return
         kept = self._ends[self._first : self._last + 1]
         room = np.zeros(max(_FIRST_ROOM, 2 * (len(kept) + num_episodes)), np.int64)

@@ -40,9 +40,10 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             time_outs, if rows have these fields.
         start_mode: "uniform" draws uniformly from all valid windows. "trajectory" draws a
             trajectory uniformly, then one of its windows.
-        at_end: Treatment of windows at the end of a trajectory without a known next row, because
-            no final observation was passed to `extend`. "exclude" never draws them. "mark" draws
-            them, repeats the last row as the next row, and adds `next_valid`, `[rows, 1]` bool.
+        at_end: Treatment of windows whose last row ends a trajectory, if no final observation was
+            passed to `extend`. The next row of such a window is unknown. "exclude" never draws such
+            windows. "mark" draws them, repeats the last row as the next row, and adds the field
+            `next_valid`, `[rows, 1]` bool.
         nested_key_separator, auto_unsqueeze, narrow, contiguous, output_device, generator: As for
             `DictBuffer`.
     """
@@ -171,15 +172,15 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
     def _has_lanes_in_file(self) -> bool:
         return self.n_dim == 2
 
-    def _shown(self, rows: torch.Tensor) -> torch.Tensor:
+    def _in_public_shape(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.n_dim == 2 else rows.squeeze(1)
 
-    def _shown_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
+    def _public_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
         return (slots, lanes) if self.n_dim == 2 else slots
 
     def _row_options(self) -> RowOptions:
         keeps_segments = self.start_mode == "trajectory"
-        find_ends = partial(_end_places, end_key=self.end_key)
+        find_ends = partial(_end_flags, end_key=self.end_key)
         return RowOptions(self.capacity, find_ends, self.seq_length, keeps_segments)
 
     def _reader(self) -> RecordReader:
@@ -198,8 +199,11 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         )
 
 
-def _end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
-    """Return the fields that end trajectories; `end_key=None` means the default end flags."""
+def _end_flags(schema: Schema, end_key: str | list[str] | None) -> Places:
+    """Return the end flags in a schema, as `end_places` does.
+
+    If `end_key` is None, these are the fields of `DEFAULT_END_KEYS` in the schema.
+    """
     if end_key is not None:
         return end_places(schema, end_key)
     names = [name for name in DEFAULT_END_KEYS if name in schema]

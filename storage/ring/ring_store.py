@@ -31,7 +31,7 @@ from ..errors import UsageError
 #: Size in bytes from which a leaf is copied by torch, with several threads. numpy copies smaller
 #: leaves with less overhead.
 _MIN_TORCH_BYTES = 256 * 1024
-#: Maximum number of cached plans (`Cut`).
+#: Maximum number of cached plans for copying fields (`Cut`).
 _MAX_CUTS = 8
 
 
@@ -115,9 +115,10 @@ class RingStore:
         return sum(base.numel() * base.element_size() for base in self._bases)
 
     def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
-        """Return pairs (slots, rows): ranges of slots for ranges of the next `num_rows` rows.
+        """Return the slots of the next `num_rows` rows to be written, as pairs (slots, rows).
 
-        The function `spans` describes the pairs.
+        Both items of a pair are slices of equal length. `rows` selects from the new rows; see the
+        function `spans`.
         """
         return spans(self.total, num_rows, self.num_slots)
 
@@ -156,9 +157,10 @@ class RingStore:
         return row_id % self.num_slots
 
     def place(self, lane: Any, row_id: Any) -> Any:
-        """Return the positions of rows in memory, for `gather` and `windows`: tensors or arrays.
+        """Return the positions of rows in memory, int64: `lane * stride + slot`.
 
-        `lane` may be None if the ring has one lane.
+        The arguments are both tensors or both arrays, and so is the result. `lane` may be None if
+        the ring has one lane.
         """
         place = row_id % self.num_slots
         return place if self.num_lanes == 1 else add_multiple(place, lane, self.stride)
@@ -168,7 +170,7 @@ class RingStore:
         return row_id * self.num_lanes + lane
 
     def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and the ids of the rows with keys `keys`: the inverse of `key`."""
+        """Return the lanes and the row ids for keys of rows. This is the inverse of `key`."""
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
@@ -191,14 +193,14 @@ class RingStore:
         nested: bool = True,
         apart: bool = False,
     ) -> Cut:
-        """Return a cached plan to copy fields of rows and of the rows that follow them.
+        """Return a plan for `rows` or `windows`, which lists the fields to copy. Plans are cached.
 
         Args:
             keys: Fields to copy from each row.
-            next_keys: Fields to copy from the following row, returned below `next`.
+            next_keys: Fields to copy from the row after each row. The result has them below `next`.
             contiguous, nested: As for `gather`.
-            apart: Whether rows and following rows are copied separately. `windows` requires True,
-                `rows` requires False.
+            apart: True for a plan for `windows`, False for a plan for `rows`. If False, a row and
+                the row after it are copied as one piece of memory.
         """
         cut_key = keys, next_keys, contiguous, nested, apart
         cut = self._cuts.get(cut_key)
@@ -212,17 +214,20 @@ class RingStore:
                 for name in names_below(self.schema, key, argument)
             ]
             if next_keys and not apart and not self.num_guards:
-                raise UsageError("this buffer cannot return rows together with their next rows.")
+                raise UsageError("next_keys without apart=True requires num_guards >= 1, got 0.")
             cut = Cut(self.groups, targets, contiguous, nested, apart, self.device)
             self._cuts.put(cut_key, cut)
         return cut
 
     def rows(self, places: Any, cut: Cut) -> dict[str, Any]:
-        """Copy the fields of the plan `cut` from the rows at positions and from the following rows.
+        """Copy fields of single rows and of the rows that follow them.
 
         Args:
-            places: Positions in memory, as returned by `own`.
-            cut: Fields to copy, from `cut_of` with `apart=False`.
+            places: Positions of the rows in memory, `[n]`: a tensor or, on the CPU, an array.
+            cut: Plan with the fields to copy, from `cut_of` with `apart=False`.
+
+        Returns:
+            `[n, *event]` by field name.
         """
         return cut(
             [
@@ -234,12 +239,12 @@ class RingStore:
     def windows(
         self, places: Any, length: int, cut: Cut, never_wraps: bool = False
     ) -> dict[str, Any]:
-        """Copy the fields of the plan `cut` from windows, and from the windows one row later.
+        """Copy fields of windows of rows and of the windows that begin one row later.
 
         Args:
-            places: Positions of the first rows in memory: a tensor, or a result of `own`.
+            places: Positions of the first rows in memory: a tensor or, on the CPU, an array.
             length: Number of rows of a window.
-            cut: Fields to copy, from `cut_of` with `apart=True`.
+            cut: Plan with the fields to copy, from `cut_of` with `apart=True`.
             never_wraps: Whether the caller guarantees that no window crosses the end of the memory.
 
         Returns:
@@ -256,7 +261,7 @@ class RingStore:
             units = (length if is_one_piece else 1) * group.width
             for row in (0, 1):
                 if cut.wanted[place][row]:
-                    # An offset of the source costs less than adding 1 to every position.
+                    # Skipping one row of the source takes less time than adding 1 to each position.
                     rows = self._take(place, units, row * is_one_piece, starts[row])
                     windows[place + row * len(self.groups)] = rows.reshape(-1, group.width)
         return cut(windows)
@@ -274,7 +279,10 @@ class RingStore:
         return torch.arange(self.oldest, self.total, device=self.device)
 
     def put_slots(self, first: int, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Write leaves `[n, lanes, *event]` into the slots from `first` on; keep `total`."""
+        """Write leaves `[n, lanes, *event]` into the slots from `first` on, for loading a state.
+
+        `total` does not change.
+        """
         for name, leaf in leaves.items():
             self.slots_view(name)[first : first + len(leaf)].copy_(leaf)
             self._copy_guards(first, first + len(leaf))
@@ -295,22 +303,28 @@ class RingStore:
                 base[:, self.num_slots + slot : self.num_slots + stop] = base[:, slot:stop]
 
     def _unrolled(self, places: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the positions of the rows of windows, wrapped at the end: `[windows, length]`."""
+        """Return the positions of all rows of windows: `[num_windows, length]`.
+
+        A window that reaches the last slot of its lane continues at the first slot.
+        """
         lane = torch.div(places, self.stride, rounding_mode="floor") * self.stride
         steps = torch.arange(length, device=places.device)
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
 
     def _take(self, place: int, units: int, skipped: int, index: Any) -> Any:
-        """Copy contiguous pieces of a group of fields: `[n, units]`.
+        """Copy one piece of memory per position. A piece is one row or several consecutive rows.
 
-        On the CPU the result is an array, because numpy has less overhead per call. numpy copies
-        each piece as a single item; pieces may overlap. Large results are in pooled memory.
+        On the CPU numpy copies small results, because it has less overhead per call. It copies each
+        piece as a single item. Pieces may overlap. Large results are in pooled memory.
 
         Args:
-            place: Position of the group in `groups`.
-            units: Length of a piece, in units of the group.
-            skipped: Number of rows between the row at `index` and the start of the piece.
+            place: Number of the group of fields, an index into `groups`.
+            units: Length of a piece in units of the group (`Group.unit`).
+            skipped: Number of rows to skip between the row at a position and its piece.
             index: Positions of rows in memory, `[n]`.
+
+        Returns:
+            `[n, units]`: an array on the CPU, else a tensor.
         """
         source, items = self._sources.get((place, units, skipped)) or self._source(
             place, units, skipped
@@ -327,10 +341,12 @@ class RingStore:
     def _source(
         self, place: int, units: int, skipped: int
     ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-        """Return a view of all pieces of a group, and the function that copies pieces with numpy.
+        """Return the sources from which `_take` copies pieces. The arguments are as for `_take`.
 
-        The view is `[num, units]`. Its pieces overlap: piece i starts at row i. The function is
-        None on other devices than the CPU.
+        Returns:
+            A view `[num, units]` of the memory whose row i is the piece of position i, so its rows
+            overlap; and a numpy function that maps positions to copies of pieces. The function is
+            None on other devices than the CPU.
         """
         group = self.groups[place]
         base = self._bases[place]
@@ -342,21 +358,21 @@ class RingStore:
             memory = base.view(torch.uint8).numpy()
             skipped_bytes = skipped * group.row_bytes
             pieces: Any = np.ndarray((num_rows,), item, memory, skipped_bytes, (group.row_bytes,))
-            # Overlapping pieces are not contiguous, and `take` would first copy all of them.
+            # `take` is faster, but it first copies all pieces if they overlap.
             items = pieces.take if units == group.width else pieces.__getitem__
         self._sources[place, units, skipped] = tensor, items
         return tensor, items
 
 
 def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]]:
-    """Return pairs (slots, rows): the range of slots to which each range of new rows is written.
+    """Return the slots to which new rows are written, as pairs of slices (slots, rows).
 
-    The rows are numbered 0 to `num_rows - 1`. Row 0 has the id `first`. Rows that wrap around at
-    the last slot need two pairs.
+    The new rows are numbered 0 to `num_rows - 1`. Row 0 has the id `first`. The rows of a pair are
+    written to the slots of the pair. There are two pairs if the rows wrap around at the last slot.
     If `num_rows` exceeds `num_slots`, the pairs cover only the last `num_slots` rows.
     """
     slot = first % num_slots
-    if slot + num_rows <= num_slots:  # The rows do not wrap around.
+    if slot + num_rows <= num_slots:
         return [(slice(slot, slot + num_rows), slice(0, num_rows))]
     ranges = []
     start = max(0, num_rows - num_slots)
@@ -369,9 +385,10 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
-    """Convert keys of rows to cell indices. The result is a tensor or an array, as `keys`.
+    """Convert keys of rows to the numbers of the cells that contain the rows.
 
-    The cell index of a row is `lane * num_slots + slot`.
+    A cell is one slot of one lane. Its number is `lane * num_slots + slot`. The result has the type
+    of `keys`: a tensor or an array.
     """
     return (
         keys % num_slots
@@ -381,9 +398,15 @@ def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
 
 
 def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
-    """Return the keys of the rows in the cells `places`, after `total` rows per lane were written.
+    """Convert numbers of cells to the keys of the rows that the cells contain.
 
-    Cells that were never written have keys below 0.
+    This is the inverse of `cells` for live rows. Cells that were never written get keys below 0.
+
+    Args:
+        places: Numbers of cells, a tensor or an array.
+        total: Number of rows per lane that were written.
+        num_slots: Number of slots per lane.
+        num_lanes: Number of lanes.
     """
     cursor = total % num_slots
     slots = places if num_lanes == 1 else places % num_slots
@@ -398,7 +421,7 @@ def _array(slots: torch.Tensor) -> npt.NDArray[Any] | None:
 def _write(
     column: torch.Tensor, array: npt.NDArray[Any] | None, slots: slice, leaf: torch.Tensor
 ) -> None:
-    """Write a leaf `[n, lanes, *event]` into slots of a time-first column."""
+    """Write a leaf `[n, lanes, *event]` into slots of a column `[slots, lanes, *event]`."""
     is_small = (
         leaf.device.type == "cpu" and leaf.dtype is column.dtype and leaf.nbytes < _MIN_TORCH_BYTES
     )

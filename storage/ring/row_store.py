@@ -1,4 +1,4 @@
-"""`RowStore`: rows of one schema, shared by threads and CUDA streams. `RowFront`: its public base.
+"""`RowStore`: rows of one schema, shared by threads and CUDA streams. `RowFront`: base of buffers.
 
 A `RowStore` does not sample. `draw_uniformly` of this file draws single rows, `window_sampler.py`
 windows and `transition_sampler.py` transitions. `storage/prioritized/` draws by priority.
@@ -23,8 +23,8 @@ from .ring_store import RingStore
 from .trajectory_ends import Places, find_ends
 from .window_bounds import Boundaries
 
-#: Lower limit for the share of accepted candidates that is loaded from a saved state. Candidates
-#: are the proposals of rejection sampling.
+#: Lower limit for the share of accepted candidates that is loaded from a saved state. With a
+#: smaller share the first draw would test very many candidates; see `window_bounds.py`.
 _LEAST_SHARE = 1e-3
 
 
@@ -34,11 +34,11 @@ class RowOptions:
 
     Attributes:
         num_slots: Capacity in rows per lane.
-        find_ends: Function from a schema to the fields that end trajectories; None if rows are
-            independent.
+        find_ends: Function that returns the end flags in a schema, as `end_places` does; None if
+            rows are independent.
         num_guards: Number of rows that are stored twice; see `RingStore`.
-        keeps_segments: Whether `Boundaries` keeps a list of the ended trajectories, which draws by
-            trajectory need.
+        keeps_segments: Whether `Boundaries` keeps a list of the ended trajectories. Draws by
+            trajectory require the list.
     """
 
     num_slots: int
@@ -49,7 +49,7 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class RowState:
-    """The state of a `RowStore`: its rows, the ages of its trajectories, and final observations.
+    """State of a `RowStore` to save: live rows, ages of the oldest rows, final observations.
 
     Attributes:
         total: Number of rows per lane that were ever written.
@@ -58,7 +58,8 @@ class RowState:
             views.
         oldest_ages: Age of each lane's oldest row, in rows since the start of its trajectory; None
             if rows are independent.
-        accepted_share: Share of candidates that the rejection sampling of recent draws accepted.
+        accepted_share: Share of candidates that the rejection sampling of recent draws accepted;
+            see `window_bounds.py`.
         final_keys: `[num]` int64, keys of the rows with a final observation; None if the buffer
             stores no final observations.
         final_columns: Final observations `[num, *event]` by field name.
@@ -137,7 +138,7 @@ class RowStore:
 
     @property
     def end_names(self) -> list[str]:
-        """Names of the fields that end trajectories."""
+        """Names of the end flags: fields that are not 0 in the last row of a trajectory."""
         return (
             [] if self.ring is None else [self.ring.names[place] for place, _ in self._end_places]
         )
@@ -284,12 +285,15 @@ class RowStore:
         boundaries = self.boundaries
         if ring is None or boundaries is None:
             raise SchemaError(
-                "the state has final rows, and this buffer has no end_key or no rows."
+                "the state has final observations, and this buffer has no end_key or no rows. "
+                "Load it into a buffer with the end_key of the saved buffer."
             )
         lane, row_id = ring.named(keys.long().to(ring.device))
         is_live = (row_id >= ring.oldest) & (row_id < ring.total)
         if not bool((is_live & boundaries.ended(lane, row_id)).all()):
-            raise SchemaError("the state has final rows for rows that do not end a trajectory.")
+            raise SchemaError(
+                "the state is damaged: it has final observations of rows that do not end a trajectory."
+            )
         with self.order.writes:
             boundaries.restore_finals(Schema(ring.schema[name] for name in columns), keys, columns)
 
@@ -341,7 +345,7 @@ def draw_uniformly(ring: RingStore, num_draws: int, generator: torch.Generator) 
     places = uniform(ring.num_live * ring.num_lanes, num_draws, generator)
     if not ring.is_on_cpu:
         places = sent(places, ring.device)
-    if ring.num_lanes > 1:  # Skip the slots of each lane that follow its live rows.
+    if ring.num_lanes > 1:  # Convert numbers of live rows to positions in memory.
         lane = torch.div(places, ring.num_live, rounding_mode="floor")
         places = places.add_(lane * (ring.stride - ring.num_live))
     return places
@@ -379,7 +383,10 @@ class RowFront:
 
 
 def _accepted_share(numbers: Mapping[str, Any]) -> float:
-    """Return the saved share of accepted candidates, at least `_LEAST_SHARE`; by default 1."""
+    """Return the share of accepted candidates from a saved state, at least `_LEAST_SHARE`.
+
+    States without a share have the share 1.
+    """
     share = float(numbers.get("accepted_share", 1.0))
     if not 0 < share <= 1:
         raise SchemaError(

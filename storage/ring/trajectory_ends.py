@@ -20,14 +20,14 @@ from ..core.records import listed, names_below
 from ..errors import SchemaError
 from .ring_store import RingStore
 
-#: Position in the schema and number of values of each field that ends trajectories.
+#: End flags: pairs of the position of the field in the schema, and its number of values per row.
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
 #: A device first allocates memory for one ended row per this number of rows.
 _ROWS_PER_END = 64
-#: A device gets a slot for each row of an `append` of at most this share of the ring. The host does
-#: not wait for the number of ended rows. The slots then take at most a quarter of the memory that
-#: these fields would take for every row. A larger `append` waits instead.
+#: An `append` on a device reserves one slot per row if it has at most this share of the rows of the
+#: ring. The host then need not wait for the number of ended rows. The slots take at most a quarter
+#: of the memory that a slot for each row of the ring would take. A larger `append` waits instead.
 _MAX_SHARE_OF_RING = 1 / 4
 _BOOL = np.dtype(np.bool_)
 #: Names of termination flags. A nested key is compared by its last part.
@@ -49,7 +49,7 @@ _INFOS = {"info", "infos", "extras"}
 
 
 def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
-    """Return the fields that end trajectories.
+    """Return the end flags: the fields that are not 0 in the last row of a trajectory.
 
     Raises:
         MissingFieldError: A key of `end_key` matches no field of the schema.
@@ -65,8 +65,8 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
     Args:
         leaves: Checked leaves `[n, lanes, *event]`, all arrays or all tensors. The result has the
             same type.
-        places: Fields that end trajectories.
-        num_lead: 2, or 1 if leaves and result have no axis of lanes.
+        places: End flags, as returned by `end_places`.
+        num_lead: Number of axes before `event`: 2, or 1 if the leaves have no axis of lanes.
     """
     is_end: Any = None
     for place, width in places:
@@ -86,12 +86,14 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
 
 @dataclass(frozen=True)
 class EndKinds:
-    """Fields that show whether a trajectory terminated or was truncated.
+    """End flags by kind, from which `terminated` computes whether a trajectory terminated.
 
     Attributes:
         terminations: Names of termination flags.
-        time_outs: Names of time-out flags. A time-out is ignored if a termination is set too.
-        others: Names of further end flags. They mean a termination unless a time-out is set.
+        time_outs: Names of time-out flags. A set time-out has no effect if a termination flag of
+            the row is set too.
+        others: Names of other end flags, such as `done`. A set flag means that the trajectory
+            terminated, unless a time-out flag of the row is set.
     """
 
     terminations: tuple[str, ...]
@@ -100,14 +102,21 @@ class EndKinds:
 
     @classmethod
     def of(cls, schema: Iterable[str], end_names: Sequence[str]) -> EndKinds:
-        """Sort end flags, and related flags in the same mappings of the schema, by their kind."""
+        """Sort flags by their kind, which follows from their names.
+
+        Args:
+            schema: Names of all fields. Termination and time-out flags that are missing from
+                `end_names` are included if they are in the mapping of an end flag, or in its
+                `info`, `infos` or `extras`.
+            end_names: Names of the end flags.
+        """
         parents = {name.rpartition("/")[0] for name in end_names}
         parents |= {f"{parent}/{infos}".lstrip("/") for parent in parents for infos in _INFOS}
         beside = [name for name in schema if name.rpartition("/")[0] in parents]
         terminations = tuple(name for name in beside if _last_part(name) in _TERMINATIONS)
         time_outs = tuple(name for name in beside if _last_part(name) in _TIME_OUTS)
         others = [name for name in end_names if name not in terminations + time_outs]
-        if terminations:  # A set `done` may then be a termination or a time-out.
+        if terminations:  # A set `done` without a set termination flag then means a time-out.
             others = [name for name in others if _last_part(name) not in _ANY_END]
         return cls(terminations, time_outs, tuple(others))
 
@@ -116,20 +125,23 @@ class EndKinds:
         """Names of all flags of the three kinds."""
         return self.terminations + self.time_outs + self.others
 
-    def unnamed(self, end_names: Sequence[str]) -> tuple[str, ...]:
+    def missing_from(self, end_names: Sequence[str]) -> tuple[str, ...]:
         """Return termination and time-out flags that are missing from `end_names`.
 
-        Empty if `end_names` has a flag such as `done`, which is set at every end.
+        The result is empty if `end_names` has another flag, such as `done`. Such a flag is set at
+        every end, so no end is missed.
         """
         if any(name not in self.terminations + self.time_outs for name in end_names):
             return ()
         return tuple(name for name in self.terminations + self.time_outs if name not in end_names)
 
     def terminated(self, rows: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return whether each row terminated its trajectory: `[n]` bool, perhaps a view of a field.
+        """Return whether each row terminated its trajectory: `[n]` bool.
+
+        The result may share memory with a field.
 
         Args:
-            rows: Function from the name of a field to its values `[n, *event]`.
+            rows: Function that maps the name of a field to its values, `[n, *event]`.
         """
         by_itself, other = (_any_set(names, rows) for names in (self.terminations, self.others))
         if other is None and by_itself is not None:
@@ -150,7 +162,7 @@ def _last_part(name: str) -> str:
 def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
     """Return whether each row has a value other than 0 in any of the fields: `[n]` bool.
 
-    None if `names` is empty. The result may share memory with a field.
+    The result is None if `names` is empty. It may share memory with a field.
     """
     is_set: torch.Tensor | None = None
     for name in names:
@@ -162,19 +174,20 @@ def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch
 
 
 class EndedRows:
-    """Fields that are stored only for rows that ended a trajectory, such as final observations.
+    """Storage of fields that exist only in the last row of a trajectory, such as final observations.
 
-    Ended rows are stored in a separate ring, in the order of their keys. On the CPU this ring grows
-    before a live row would be overwritten. On other devices the host receives the number of ended
-    rows with a delay, and grows the ring when more than half of its slots are in use. A live row is
-    overwritten only if many trajectories end at once.
+    The last row of a trajectory is called an ended row. Ended rows are stored in a separate ring, in
+    the order of their keys (`RingStore.key`). On the CPU this ring grows before a live ended row
+    would be overwritten. On other devices the host receives the number of ended rows with a delay.
+    It grows the ring when more than half of the slots are in use. A live ended row is overwritten
+    only if many trajectories end at once.
 
     Args:
-        ring: Ring of all rows. Keys refer to its rows.
+        ring: Ring of all rows. An ended row is live while its row in this ring is live.
         schema: Fields that are stored for ended rows.
 
     Attributes:
-        num_places: Capacity in ended rows.
+        num_places: Number of slots for ended rows.
     """
 
     @lasting
@@ -194,8 +207,8 @@ class EndedRows:
         )
         #: Running number of the oldest live ended row. Used only on the CPU.
         self._first = 0
-        #: Key of the row in each slot, -1 if the slot is free. Slots are numbered from 1. Slot 0
-        #: means "no slot", and is the target of writes of rows that did not end on a device.
+        #: Key of the ended row in each slot, -1 if the slot is free. Slots are numbered from 1. Slot
+        #: 0 means "no slot". On a device, rows that ended no trajectory are written to slot 0.
         self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=ring.device)
         self._columns = {
             name: torch.zeros(
@@ -215,16 +228,17 @@ class EndedRows:
     def make_room(self, ended: torch.Tensor) -> torch.Tensor | None:
         """Grow the memory before `append`, if needed.
 
-        On a device, `ended` may have more rows than there are slots. Then the memory grows by one
-        slot per row. If `ended` has more than a quarter of the rows of the ring, the host waits for
-        the number of ended rows, and the memory grows only for these.
+        On a device the number of ended rows is unknown to the host. If `ended` has more rows than
+        there are slots, the memory grows by one slot per row. If `ended` has more than a quarter of
+        the rows of the ring as well, the host waits for the number of ended rows, and the memory
+        grows only for these.
 
         Args:
             ended: `[n, lanes]` bool, whether each row that will be written ends a trajectory.
 
         Returns:
-            Keys of the rows by their new slots, from slot 0 on, -1 for a free slot. None if no row
-            has moved.
+            The key of the ended row in each slot after the growth, from slot 0 on, -1 for a free
+            slot. None if the memory did not grow.
         """
         has_places = ended.numel() <= self.num_places
         is_large = ended.numel() > _MAX_SHARE_OF_RING * self._num_rows
@@ -265,10 +279,10 @@ class EndedRows:
             leaves: `[n, lanes, *event]` by field name.
 
         Returns:
-            A tuple of three. First, positions among the `n * lanes` rows: of ended rows on the CPU,
-            of all rows elsewhere. Second, the slot of each of these rows, 0 for a row that did not
-            end. Third, the key of the live row that was overwritten in each slot, -1 if there is
-            none; on the CPU always None.
+            A tuple (rows, slots, lost). `rows` are numbers of new rows, `step * lanes + lane`: of
+            the ended rows on the CPU, of all new rows elsewhere. `slots` is the slot of each of
+            these rows, 0 for a row that ended no trajectory. `lost` is the key of the live row that
+            was overwritten in each of these slots, -1 if none was; always None on the CPU.
         """
         flags = ended.flatten()
         first_key = self._ring.total * self._ring.num_lanes
@@ -297,9 +311,9 @@ class EndedRows:
         return rows, places, lost
 
     def num_live(self, num_more: int = 0) -> Any:
-        """Return the number of ended rows that stay live after `num_more` more steps.
+        """Return the number of ended rows that are still live after `num_more` more steps.
 
-        An int on the CPU, elsewhere a tensor.
+        The result is an int on the CPU, elsewhere a tensor.
         """
         oldest_key = self._oldest_key(num_more)
         if not self._is_on_cpu:
@@ -318,30 +332,32 @@ class EndedRows:
         return self._count - first
 
     def places(self, num_live: Any, number: torch.Tensor) -> torch.Tensor:
-        """Return the slots of ended rows. `number` counts the `num_live` live ended rows from 0.
+        """Return the slots of live ended rows.
 
-        Number 0 is the oldest live ended row.
+        Args:
+            num_live: Number of live ended rows, as returned by `num_live()`.
+            number: Numbers of ended rows among the live ones, from 0 for the oldest: `[n]` int64.
         """
         places: torch.Tensor = (number + (self._count - num_live)) % self.num_places + 1
         return places
 
     def named(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and the ids of the rows in slots `place`."""
+        """Return the lanes and the row ids of the ended rows in slots `place`."""
         return self._ring.named(self._keys[place])
 
     def take(self, name: str, place: torch.Tensor) -> torch.Tensor:
-        """Copy a field of the rows in slots `place`: `[len(place), *event]`."""
+        """Copy a field of the ended rows in slots `place`: `[len(place), *event]`."""
         return self._columns[name].index_select(0, place)
 
     def clear(self) -> None:
-        """Remove every row."""
+        """Remove every ended row."""
         self._keys.fill_(-1)
         self._set_count(0, 0)
 
     def live(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return a pair: the keys of live ended rows, ascending, and copies of their fields.
+        """Return the keys of live ended rows, `[num]` int64 ascending, and copies of their fields.
 
-        The key of a row is `id * num_lanes + lane`.
+        The fields are `[num, *event]` by name. The key of a row is `id * num_lanes + lane`.
         """
         order = self._keys.argsort()
         order = order[self._keys[order] >= self._oldest_key(0)]
@@ -351,30 +367,33 @@ class EndedRows:
     def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Replace all ended rows by saved rows.
 
-        Returns the key of the row in each slot, from slot 0 on; -1 for a free slot.
-
         Args:
             keys: Ascending keys `[num]` int64, as returned by `live`.
             leaves: `[num, *event]` by field name, as returned by `live`.
+
+        Returns:
+            The key of the ended row in each slot, from slot 0 on; -1 for slot 0.
 
         Raises:
             SchemaError: Keys or leaves have a wrong shape, dtype or order.
         """
         if keys.dtype is not torch.int64 or keys.dim() != 1:
             raise SchemaError(
-                f"keys of final rows have dtype {keys.dtype} and shape {list(keys.shape)}, "
-                "expected int64 [num]."
+                f"the keys of final observations have dtype {keys.dtype} and shape "
+                f"{list(keys.shape)}, expected int64 [num]."
             )
         for name, leaf in leaves.items():
             field = self.schema[name]
             shape = [len(keys), *self.schema[name].shape]
             if list(leaf.shape) != shape or leaf.dtype is not field.torch_dtype:
                 raise SchemaError(
-                    f"field {name!r} of final rows has dtype {leaf.dtype} and shape "
+                    f"field {name!r} of final observations has dtype {leaf.dtype} and shape "
                     f"{list(leaf.shape)}, expected {field.torch_dtype} {shape}."
                 )
         if not bool((keys[1:] > keys[:-1]).all()):
-            raise SchemaError("keys of final rows are not ascending.")
+            raise SchemaError(
+                "the state is damaged: the keys of final observations are not ascending."
+            )
         device = self._ring.device
         self.num_places = max(self.num_places, len(keys))
         self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=device)

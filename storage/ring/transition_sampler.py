@@ -101,7 +101,7 @@ class TransitionSampler:
 
     Args:
         boundaries: Ends of the ring's trajectories, with their final observations.
-        end_names: Names of the fields that end trajectories.
+        end_names: Names of the end flags in `end_key`.
         request: Contents of a transition.
     """
 
@@ -133,9 +133,9 @@ class TransitionSampler:
             num_after=request.num_steps,
             ends=boundaries.ends_for(self._next_names, request.at_end == "mark"),
         )
-        self._unnamed_ends = self._end_kinds.unnamed(end_names)
+        self._flags_not_in_end_key = self._end_kinds.missing_from(end_names)
         self._library: Any = library(self._ring.device)
-        is_short = request.num_steps == request.num_frames == 1 and not self._unnamed_ends
+        is_short = request.num_steps == request.num_frames == 1 and not self._flags_not_in_end_key
         #: Whether every transition consists of two consecutive rows of one trajectory.
         self._is_plain = is_short and self._extent.ends == "never"
         self._set_factors(_GAMMA if request.gamma is None else request.gamma)
@@ -148,7 +148,10 @@ class TransitionSampler:
                 )
 
     def serves(self, request: TransitionRequest, boundaries: Boundaries | None) -> bool:
-        """Return whether this sampler can be reused for a request and boundaries."""
+        """Return whether this sampler can be reused for a request.
+
+        `boundaries` are the current boundaries of the buffer. They change when a state is loaded.
+        """
         is_same = request is self._request or request == self._request
         return (
             is_same and boundaries is self._boundaries and boundaries.finals is self._finals_given
@@ -175,8 +178,8 @@ class TransitionSampler:
         drawn = boundaries.draw(num_draws, self._extent, generator)
         if drawn is None:
             raise _no_transition()
-        if self._unnamed_ends:
-            self._check_ends_are_named(drawn)
+        if self._flags_not_in_end_key:
+            self._check_end_key(drawn)
         factors = (
             self._factors[-1:]
             if drawn.ended is None
@@ -211,19 +214,20 @@ class TransitionSampler:
 
     @lasting
     def _set_factors(self, gamma: float) -> None:
-        """Compute reward weights and discounts for 0 to `num_steps` rows after the first row."""
+        """Compute the constants of the sampler: reward weights, discounts and row offsets."""
         num_steps = self._request.num_steps
         factor = torch.tensor(gamma, dtype=torch.float32, device="cpu")
         steps = torch.arange(num_steps, device="cpu")
         num_taken = torch.cat([steps + 1, steps[-1:] + 1])
         weights = torch.where(steps < num_taken.unsqueeze(1), factor**steps, 0)
         discounts = (factor**num_taken).unsqueeze(1)
-        #: Reward weights and, in the last column, discounts: `[num_steps + 1, num_steps + 1]`
-        #: float32. The row index is the number of following rows in the trajectory.
+        #: Factors of transitions, `[num_steps + 1, num_steps + 1]` float32. Row k is for
+        #: transitions whose first row has k following rows in its trajectory. Its first
+        #: `num_steps` values are the weights of the rewards, and its last value is the discount.
         self._factors = sent(torch.cat([weights, discounts], 1), self._ring.device)
         #: Offsets from the first row, `[num_steps + 1, 1]`: 0, 1, ..., num_steps.
         self._steps = torch.arange(num_steps + 1, device=self._ring.device).unsqueeze(1)
-        # As an array on the CPU, where numpy has less overhead per call.
+        # On the CPU these are arrays, because numpy has less overhead per call.
         self._own_steps = own(self._steps)
         #: Frames from each frame of a stack to its newest frame: `num_frames - 1`, ..., 1, 0.
         self._frames_back = own(
@@ -256,36 +260,39 @@ class TransitionSampler:
         """Return the discounts `[n, 1]` float32: 0 for transitions that terminated.
 
         Args:
-            rows: Function from the name of an end flag to its values `[n, *event]`.
+            rows: Function that maps the name of an end flag to its values, `[n, *event]`.
             factors: Reward weights and, in the last column, discounts: `[n or 1, num_steps + 1]`.
         """
         return torch.where(self._end_kinds.terminated(rows), 0.0, factors[:, -1]).unsqueeze(1)
 
-    def _check_ends_are_named(self, drawn: Drawn) -> None:
+    def _check_end_key(self, drawn: Drawn) -> None:
         """Raise `UsageError` if an end flag missing from `end_key` is set within a trajectory.
 
         On a device a later draw raises the error.
         """
         steps = self._steps[:-1]
-        # The row at step `num_ahead` may end the trajectory, so only earlier rows are checked.
+        # Only rows that are followed by a row of the same trajectory must have no flag set.
         is_within = steps < drawn.num_ahead
         steps = steps if drawn.ended is None else steps.minimum(drawn.num_ahead)
         places = self._ring.place(drawn.lane, drawn.row + steps).flatten()
         is_wrong = torch.zeros_like(places, dtype=torch.bool)
-        for name in self._unnamed_ends:
+        for name in self._flags_not_in_end_key:
             flags = self._ring.column(name).index_select(0, places).flatten(1)
             is_wrong |= (flags != 0).any(1)
         num_wrong = (is_wrong.view(is_within.shape[0], -1) & is_within).sum()
         deferred = self._boundaries.deferred
-        deferred.note(num_wrong, self._unnamed_end)
+        deferred.note(num_wrong, self._missing_flag_error)
         if drawn.row.is_cpu:
             deferred.raise_arrived()
 
-    def _unnamed_end(self, num_wrong: int) -> UsageError | None:
-        """Return the error of `num_wrong` rows with an end flag missing from `end_key`."""
+    def _missing_flag_error(self, num_wrong: int) -> UsageError | None:
+        """Return the error to raise if `num_wrong` rows of transitions have a flag set, else None.
+
+        The flags are termination and time-out flags that are missing from `end_key`.
+        """
         if not num_wrong:
             return None
-        named = " or ".join(map(repr, self._unnamed_ends))
+        named = " or ".join(map(repr, self._flags_not_in_end_key))
         return UsageError(
             f"{named} is set on rows that do not end a trajectory, so the next row may belong "
             "to another trajectory. Add it to end_key."
@@ -307,12 +314,16 @@ class TransitionSampler:
         for name in self._next_names:
             transitions[name] = self._frames(name, places)
             stack = self._frames(name, next_places)
-            # `following` has the final observation where a trajectory ended; the ring does not.
+            # Where a trajectory ended, `following` has the final observation, which is not in the
+            # ring.
             stack[:, -1] = following[name]
             following[name] = stack
 
     def _frames(self, name: str, places: Any) -> torch.Tensor:
-        """Copy a field of the rows at positions `[n, frames]`: `[n, frames, *event]`."""
+        """Copy a field of the rows at memory positions `places`, `[n, frames]`.
+
+        The result is `[n, frames, *event]`.
+        """
         rows = self._ring.column(name).index_select(0, tensor_of(places.reshape(-1)))
         return rows.view(*places.shape, *rows.shape[1:])
 

@@ -4,13 +4,16 @@ The age of a row is the number of rows since its trajectory began. A window of L
 row e is valid if and only if `age[e] >= L - 1` and its first row is live. No list of boundaries is
 searched, so the cost of a write or a draw does not depend on the size of the ring.
 
-Draws use rejection sampling. Candidates are uniform over a superset of the valid windows, and the
-first accepted candidates are the result. Accepted candidates are independent and uniform over the
-valid windows at any acceptance rate; the rate only determines how many candidates are proposed. If
-almost no candidate is accepted, all valid windows are listed instead, with the same distribution.
+Draws use rejection sampling. A candidate is the number of a row at which a window may end.
+Candidates are drawn uniformly from all rows at which a window of live rows ends. A candidate is
+accepted if its window is inside one trajectory. The first accepted candidates are the result. They
+are independent and uniform over the valid windows at any acceptance rate. The rate only determines
+how many candidates are drawn. If almost no candidate is accepted, all valid windows are listed and
+the result is drawn from the list, with the same distribution. Draws by trajectory work alike, with
+trajectories as candidates.
 
-On a GPU the host does not wait for the number of accepted candidates. It proposes so many that too
-few are accepted once in 10**9 draws, and reads the number at a later draw.
+On a GPU the host does not wait for the number of accepted candidates. It draws so many candidates
+that too few are accepted in only one of 10**9 draws. A later draw reads the number.
 """
 
 from __future__ import annotations
@@ -33,32 +36,35 @@ from ..errors import UsageError
 from .ring_store import RingStore, spans
 from .trajectory_ends import EndedRows
 
-#: Function of candidates that returns whether each is accepted, and their codes (`_codes`) or None.
-_Judge = Callable[[Any], tuple[Any, Any]]
-#: Function of a field name and row numbers (None for all) that returns `[n, *event]`.
+#: Function that maps candidates to a pair: whether each candidate is accepted, `[n]` bool, and the
+#: code of each candidate (see `_codes`), `[n]` int64 or None.
+_Accept = Callable[[Any], tuple[Any, Any]]
+#: Function that maps the name of a field and row numbers to values of the field, `[n, *event]`. The
+#: row numbers None select all rows.
 _RowsOf = Callable[[str, torch.Tensor | None], torch.Tensor]
-#: Function of a number and a generator that returns that number of candidates.
+#: Function that maps (number of candidates, generator) to random candidates.
 _Propose = Callable[[int, torch.Generator], Any]
-#: Maximum number of proposed candidates, per call and per draw. After that, all valid candidates
-#: are listed.
+#: A call draws about 65,536 candidates at most, or 64 per requested result if that is more. Then it
+#: lists all valid candidates instead.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
-#: Number of units of the accepted share 1, and the least share in units (above 0.001). The integer
-#: share makes the number of candidates equal on every processor.
+#: The share of accepted candidates is an integer number of 1/65536 parts, so that every processor
+#: draws the same number of candidates. The second number is the smallest share, just above 0.001.
 _WHOLE_SHARE, _LEAST_SHARE = 1 << 16, 66
-#: Extra candidates of draws without a wait, in standard deviations.
+#: Extra candidates of a draw that does not wait for the device, in standard deviations of the
+#: number of accepted candidates.
 _NUM_DEVIATIONS = 6
-#: Candidates per step of `_list`, which limits its memory.
+#: Number of candidates that `_list_accepted` tests at once. It limits the memory.
 _NUM_LISTED = 1 << 20
-#: Maximum number of kept memories of candidates, one per number of candidates.
+#: Maximum number of cached tensors for candidates. Each has a different length.
 _MAX_MEMORIES = 16
-#: Maximum number of kinds of draws with a kept share of accepted candidates.
+#: Maximum number of kinds of draws (see `_Kind`) with a measured share of accepted candidates.
 _MAX_KINDS = 64
 #: Maximum age: far above the length of any window, without overflow of int32.
 _MAX_AGE = 1 << 29
 #: A number below every entry of `ages`, the negative ones included.
 _LEAST_AGE = -(1 << 31)
-#: Number of lower bits of a code, which contain the slot of a final observation. The upper bits
-#: contain a number of rows.
+#: Number of lower bits of a code (see `_codes`). They contain the slot of a final observation. The
+#: upper bits contain a number of rows.
 _PLACE_BITS = 32
 _PLACE = (1 << _PLACE_BITS) - 1
 #: Fields that are kept per ended trajectory.
@@ -67,14 +73,16 @@ _SEGMENT = Schema([Field("num_rows", (), "int64")])
 
 @dataclass(frozen=True)
 class Extent:
-    """Rows that a draw needs around the row that it draws.
+    """Condition for drawing a row: the rows that must exist before and after the row.
 
     Attributes:
         num_before: Number of live rows of the same trajectory before the drawn row.
-        num_frames: Number of frames up to the drawn row. Those within its trajectory must be live.
+        num_frames: Length of a stack of frames that ends at the drawn row. Frames of the stack that
+            belong to the trajectory of the row must be live.
         num_after: Number of rows after the drawn row.
-        ends: Whether the trajectory may end within the `num_after` rows: "never", only if its final
-            observation is "known", or "always".
+        ends: Whether rows are drawn whose trajectory ends before `num_after` later rows. "never":
+            they are not drawn. "known": they are drawn if the final observation of the trajectory
+            is stored. "always": they are drawn.
     """
 
     num_before: int = 0
@@ -88,11 +96,12 @@ class Drawn(NamedTuple):
 
     Attributes:
         lane, row: `[n]` int64, lanes and row ids.
-        num_ahead: Later rows of the trajectory, at most the requested number: `[n]` int64, or one
-            number for all rows.
-        ended: `[n]` bool, whether the trajectory ends within the requested rows; None if none ends.
-        final: `[n]` int64, slot of the final observation in `EndedRows`, 0 if unknown; valid only
-            where `ended`.
+        num_ahead: Number of later rows in the same trajectory, at most `Extent.num_after`: `[n]`
+            int64, or one number for all rows.
+        ended: `[n]` bool, whether the trajectory ends before `Extent.num_after` later rows; None if
+            no trajectory does.
+        final: `[n]` int64, slot of the final observation in `EndedRows`, 0 if none is stored. The
+            values are valid only where `ended` is True.
     """
 
     lane: torch.Tensor
@@ -103,32 +112,37 @@ class Drawn(NamedTuple):
 
 
 class _Kind:
-    """Statistics of one kind of draws on a device: the share of accepted candidates."""
+    """Share of accepted candidates of one kind of draws on a device.
+
+    A kind is determined by the arguments of the draw other than the number of draws, such as the
+    window length.
+    """
 
     def __init__(self, name: Any) -> None:
-        #: Key of the kind in `Boundaries`.
+        #: Key of this object in `Boundaries._kinds`.
         self.name = name
         self.share = 0.0
-        #: Number of candidates from which the share was computed. With 0, the next draw waits for
-        #: the device.
-        self.num_judged = 0
-        #: The numbers 0, 1, ..., one per draw of the first call. That call waits for the device, so
-        #: that all streams may use the tensor afterwards.
+        #: Number of candidates from which the share was computed. If it is 0, the next draw waits
+        #: for the device.
+        self.num_tested = 0
+        #: The numbers 0 to `num_draws - 1` of the first call. The first call waits for the device,
+        #: so later calls may read this tensor in any CUDA stream.
         self.numbers: torch.Tensor | None = None
 
-    def note(self, num_accepted: int, num_judged: int) -> None:
-        """Update the share with the number of accepted candidates of a draw."""
-        share = num_accepted / num_judged
-        self.share = min(share, 0.8 * self.share + 0.2 * share) if self.num_judged else share
-        self.num_judged = num_judged
+    def note(self, num_accepted: int, num_tested: int) -> None:
+        """Update the share after a draw that accepted `num_accepted` of `num_tested` candidates."""
+        share = num_accepted / num_tested
+        self.share = min(share, 0.8 * self.share + 0.2 * share) if self.num_tested else share
+        self.num_tested = num_tested
 
     def num_candidates(self, num_draws: int) -> int:
-        """Return a number of candidates of which enough are accepted, except once in 10**9 draws.
+        """Return the number of candidates to draw for `num_draws` results.
 
-        Returns 0 if the share of accepted candidates is unknown.
+        Fewer than `num_draws` of these candidates are accepted in only one of 10**9 draws. The
+        result is 0 if the share of accepted candidates is unknown.
         """
         share = self.share
-        num = self.num_judged
+        num = self.num_tested
         z = _NUM_DEVIATIONS
         if not num:
             return 0
@@ -153,11 +167,12 @@ class Boundaries:
     Attributes:
         ages: `[num_slots + 1, num_lanes]` int32; time first, so that a step of many lanes is
             written in one piece. The age of row i is at `i % (num_slots + 1)`. The additional entry
-            is the age of the next row to be written. The first row of a trajectory has age 0, or
-            minus the slot of the final observation of the previous trajectory.
-        share: Share of candidates that recent draws accepted. It determines how many candidates a
-            draw proposes. It is saved, since the next draws depend on the share and the random
-            state.
+            is the age of the next row to be written. The first row of a trajectory has age 0. If a
+            final observation of the previous trajectory is stored, the age is minus the slot of
+            that observation.
+        share: Share of candidates that recent draws accepted. It determines the number of
+            candidates of the next draw. It is saved, since the next draws depend on the share and
+            the random state.
         finals: Final observations of trajectories; None until `note` receives the first one.
         num_lost_finals: Number of final observations that were overwritten before their rows; on
             the CPU always 0.
@@ -175,7 +190,7 @@ class Boundaries:
         self.ring = ring
         self.deferred = DeferredErrors() if deferred is None else deferred
         self._num_slots = ring.num_slots + 1
-        #: All ages, and a last entry that is the target of writes that must change no age.
+        #: The flat `ages`, and one more entry for writes that must change no age.
         self._all_ages = filled(
             (self._num_slots * ring.num_lanes + 1,), 0, torch.int32, ring.device
         )
@@ -187,7 +202,7 @@ class Boundaries:
         self._segments = EndedRows(ring, _SEGMENT) if keeps_segments else None
         self._is_on_cpu = ring.device.type == "cpu"
         self._library: Any = library(ring.device)
-        #: Memory for candidates by the number of candidates.
+        #: Cached tensors for candidates, by number of candidates.
         self._memories: dict[int, torch.Tensor] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._steps: dict[int, tuple[Any, Any]] = {}
@@ -274,9 +289,11 @@ class Boundaries:
         )
 
     def ends_for(self, names: Iterable[str], is_marked: bool) -> str:
-        """Return `Extent.ends` for draws with the fields `names` of the following row.
+        """Return the value of `Extent.ends` for draws that return fields of the following row.
 
-        `is_marked`: Rows without a following row are drawn and marked.
+        Args:
+            names: Names of these fields.
+            is_marked: Whether rows without a known following row are drawn and marked.
         """
         if is_marked:
             return "always"
@@ -301,17 +318,20 @@ class Boundaries:
         drawn: Drawn,
         is_marked: bool,
     ) -> torch.Tensor | None:
-        """Replace the rows after ends of trajectories by final observations, or else by last rows.
+        """Insert final observations into following rows, where trajectories ended.
+
+        The row after the last row of a trajectory belongs to another trajectory. It is replaced by
+        the final observation, or by the last row itself if no final observation is stored.
 
         Args:
             following: `[n, *event]` per field, the rows after the drawn rows; changed in place.
-            last_rows: Function that returns a field of the last rows. None: `following` already has
-                the last row at each end.
+            last_rows: Function that returns a field of the last row of each trajectory that ended.
+                None: `following` already contains these last rows.
             drawn: The drawn rows.
-            is_marked: Whether ends without a final observation may be among the drawn rows.
+            is_marked: Whether the drawn rows may include ends without a final observation.
 
         Returns:
-            `[n]` bool, whether the following row is known; None if all are known.
+            `[n]` bool, whether each following row is now a true next observation; None if all are.
         """
         finals = self.finals_of(following)
         ended = drawn.ended
@@ -344,8 +364,8 @@ class Boundaries:
         """
         length = extent.num_before + 1
         candidates = self._candidates(length)
-        drawn, codes = self._reject(
-            num_draws, candidates, self._judge(extent, candidates), generator, extent
+        drawn, codes = self._draw_candidates(
+            num_draws, candidates, self._accept_around(extent, candidates), generator, extent
         )
         if drawn is None:
             return None
@@ -355,14 +375,16 @@ class Boundaries:
         return _with_codes(lane, row, tensor_of(codes), extent.num_after)
 
     def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> Any:
-        """Draw windows uniformly. Return the memory positions of first rows, an array or a tensor.
+        """Draw windows uniformly from all windows of `length` rows inside one trajectory.
 
-        Every window is inside one trajectory. Returns None if no window is valid.
+        Returns:
+            `[num_draws]` positions of the first rows of the windows in memory, as of
+            `RingStore.place`: an array on the CPU, else a tensor. None if no window is valid.
         """
-        drawn, _ = self._reject(
+        drawn, _ = self._draw_candidates(
             num_draws,
             self._candidates(length),
-            self._judge_inside(length),
+            self._accept_inside(length),
             generator,
             ("windows", length),
         )
@@ -379,9 +401,19 @@ class Boundaries:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Draw trajectories uniformly, then a window of `length` rows uniformly in each.
 
-        Only trajectories with at least `length` live rows are drawn. `ends` states in which ended
-        trajectories a window may reach one row beyond the last row; see `Extent`. Returns (lane, id
-        of the last row), or None if no trajectory is valid.
+        Only trajectories with at least `length` live rows are drawn.
+
+        Args:
+            num_draws: Number of windows.
+            length: Number of rows of a window.
+            generator: Random generator on the device of the ring.
+            ends: Whether a window in an ended trajectory may reach one row beyond the last row,
+                because the final observation replaces that row: "never", "known" or "always"; see
+                `Extent`.
+
+        Returns:
+            The lanes and the ids of the last rows of the windows, `[num_draws]` int64 each. None if
+            no trajectory is long enough.
         """
         assert self._segments is not None, "created with keeps_segments=True"
         ring = self.ring
@@ -389,9 +421,10 @@ class Boundaries:
         num_ended = segments.num_live()
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """Return (lane, last row, number of rows) of candidates.
+            """Return the lanes, last rows and numbers of rows of candidate trajectories.
 
-            The candidates are the ended trajectories, then the open trajectory of each lane.
+            Candidates are numbered from 0: first the ended trajectories, then the open trajectory
+            of each lane.
             """
             is_open = candidate >= num_ended
             place = segments.places(num_ended, torch.where(is_open, 0, candidate))
@@ -404,20 +437,20 @@ class Boundaries:
             num_rows = torch.minimum(num_rows, last - ring.oldest + 1)
             if ends == "never":
                 return lane, last, num_rows
-            goes_on = ~is_open
+            continues = ~is_open
             if ends == "known":
-                goes_on = goes_on & (self._marks(lane, last) < 0)
-            return lane, last + goes_on, num_rows + goes_on
+                continues = continues & (self._following_ages(lane, last) < 0)
+            return lane, last + continues, num_rows + continues
 
-        def judge(candidate: Any) -> tuple[Any, Any]:
+        def accept(candidate: Any) -> tuple[Any, Any]:
             return own(decode(tensor_of(candidate))[2] >= length), None
 
         def on_device(num: int, generator: Any) -> Any:
             return random_bits(num, generator) % (num_ended + ring.num_lanes)
 
         candidates: Any = (0, num_ended + ring.num_lanes) if self._is_on_cpu else on_device
-        drawn, _ = self._reject(
-            num_draws, candidates, judge, generator, ("trajectories", length, ends)
+        drawn, _ = self._draw_candidates(
+            num_draws, candidates, accept, generator, ("trajectories", length, ends)
         )
         if drawn is None:
             return None
@@ -425,20 +458,22 @@ class Boundaries:
         return lane, last - below(num_rows - length + 1, generator)
 
     def follow(self, lane: torch.Tensor, row: torch.Tensor) -> Drawn:
-        """Return a `Drawn` of live rows: `num_ahead` is 1 if a row has a next row, else 0.
+        """Return live rows as `Drawn`, with the number of following rows of the same trajectory.
 
-        The next row belongs to the same trajectory.
+        `num_ahead` is 1, or 0 for the last row of a trajectory.
         """
-        marks = self._marks(lane, row)
-        ended = marks <= 0
-        return Drawn(lane, row, (~ended).long(), ended, (-marks.long()).clamp_(min=0))
+        ages = self._following_ages(lane, row)
+        ended = ages <= 0
+        return Drawn(lane, row, (~ended).long(), ended, (-ages.long()).clamp_(min=0))
 
     def list_all(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the lane and the id of the last row of every valid window, as a pair of tensors.
 
         The windows are sorted by lane, and then from the oldest to the newest.
         """
-        listed, _ = _list(self._candidates(length), self._judge_inside(length), self.ring.device)
+        listed, _ = _list_accepted(
+            self._candidates(length), self._accept_inside(length), self.ring.device
+        )
         lane, last = self._decode(tensor_of(listed), length)
         order = lane.argsort(stable=True)
         return lane[order], last[order]
@@ -446,14 +481,18 @@ class Boundaries:
     # Writing.
 
     def _later_ages(self, ends: Any, first_ages: Any) -> tuple[Any, Any]:
-        """Return a pair: the ages of new rows, and the ages of the rows one step later.
+        """Compute the ages of new rows from the ends of trajectories.
 
-        `ends` is `[n, lanes]`: whether each new row ends a trajectory. `first_ages` are the ages of
-        the first new rows, `[lanes]`. Both results are `[n, lanes]`.
+        Args:
+            ends: `[n, lanes]` bool, whether each new row ends a trajectory.
+            first_ages: `[lanes]`, age of the first new row of each lane.
+
+        Returns:
+            The ages of the new rows, and the ages of the rows that follow them: `[n, lanes]` each.
         """
         num_rows = len(ends)
-        # The running maximum is the first step of the current trajectory of each lane. It is below
-        # 0 if the trajectory began before these rows.
+        # The running maximum is the step at which the current trajectory of each lane began. It is
+        # below 0 if the trajectory began before these rows.
         steps: Any
         if isinstance(ends, np.ndarray):
             steps = np.arange(1, num_rows + 1, dtype=np.int32)[:, None]
@@ -471,7 +510,12 @@ class Boundaries:
         segments.append(ended, {"num_rows": tensor_of(ages).long() + 1})
 
     def _note_final(self, ends: Any, final: Rows) -> Any:
-        """Store final observations. Return the ages of the rows after ended rows, `[n, lanes]`."""
+        """Store final observations of the new rows that end a trajectory.
+
+        Returns:
+            `[n, lanes]` int32, the age of the row after each new row that ends a trajectory: minus
+            the slot of the final observation. The other entries are 0.
+        """
         if self._is_on_cpu and not ends.any():
             return np.zeros(ends.shape, np.int32)
         ended = tensor_of(ends)
@@ -497,9 +541,9 @@ class Boundaries:
         return own(begins.view(ended.shape))
 
     def _write_places(self, keys: torch.Tensor) -> None:
-        """Write the slot of each final observation, negated, into the age of the row after it.
+        """Store the slots of final observations as the ages of the rows that follow ended rows.
 
-        `keys` are the keys of the ended rows, by slot.
+        Slot s is stored as age -s. `keys[s]` is the key of the ended row in slot s, or -1.
         """
         ring = self.ring
         is_live = keys >= ring.oldest * ring.num_lanes
@@ -510,48 +554,57 @@ class Boundaries:
 
     # Drawing.
 
-    def _marks(self, lane: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Return the ages of the following rows; below 0 where a final observation is stored."""
+    def _following_ages(self, lane: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Return the age entries of the rows that follow the rows with ids `row`: `[n]` int32.
+
+        An entry above 0 means that the trajectory continues. 0 means that it ended. An entry -s
+        means that it ended and that its final observation is in slot s.
+        """
         return self._all_ages.take((row + 1) % self._num_slots * self.ring.num_lanes + lane)
 
     def _candidates(self, length: int) -> tuple[int, int]:
-        """Return the first candidate and the number of candidates for windows of live rows.
+        """Return the range of candidates for windows of live rows: (first candidate, number).
 
-        Candidates are numbered step by step, and lane by lane within a step. The candidate of a
-        window is the index of its last row in the flat `ages`, without wrapping at the end of the
-        ring.
+        The candidate of a window is the index of its last row in the flat `ages`. Indices continue
+        to increase beyond the end of `ages`; `index % len(ages)` is the entry.
         """
         ring = self.ring
         first = (ring.oldest + length - 1) % self._num_slots
         return first * ring.num_lanes, max(ring.num_live - length + 1, 0) * ring.num_lanes
 
     def _shift(self, length: int) -> int:
-        """Return the id of a window's last row minus the row number of its candidate."""
+        """Return the difference of a row id and the row number `candidate // num_lanes`.
+
+        The difference is the same for all candidates of `_candidates(length)`.
+        """
         first = self.ring.oldest + length - 1
         return first - first % self._num_slots
 
     def _decode(self, candidate: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lane and the last row of candidates."""
+        """Return the lanes and the ids of the last rows of candidate windows."""
         row = torch.div(candidate, self.ring.num_lanes, rounding_mode="floor")
         return add_multiple(candidate, row, -self.ring.num_lanes), row + self._shift(length)
 
-    def _judge_inside(self, length: int) -> _Judge:
-        """Return a function that accepts windows inside one trajectory."""
+    def _accept_inside(self, length: int) -> _Accept:
+        """Return the function that accepts candidates whose window is inside one trajectory."""
         ages = self._flat_ages
         least = length - 1 if length > 1 else _LEAST_AGE
         if isinstance(ages, torch.Tensor):
             return lambda candidate: (ages.take(candidate % len(ages)) >= least, None)
         return lambda candidate: (ages.take(candidate, mode="wrap") >= least, None)
 
-    def _judge(self, extent: Extent, candidates: tuple[int, int]) -> _Judge:
-        """Return a function that accepts candidates with the rows of `extent` around them."""
+    def _accept_around(self, extent: Extent, candidates: tuple[int, int]) -> _Accept:
+        """Return the function that accepts rows that fulfill the condition `extent`.
+
+        `candidates` is the result of `_candidates(extent.num_before + 1)`.
+        """
         ages = self._flat_ages
         lanes = self.ring.num_lanes
         num_before = extent.num_before
         num_after = extent.num_after
         first, stop = candidates[0] - num_before * lanes, sum(candidates)
 
-        def judge(candidate: Any) -> tuple[Any, Any]:
+        def accept(candidate: Any) -> tuple[Any, Any]:
             codes = None
             if extent.ends == "never":
                 later = candidate + num_after * lanes
@@ -569,36 +622,39 @@ class Boundaries:
                 accepted &= candidate - num_back * lanes >= first
             return accepted, codes
 
-        return judge if num_after else self._judge_inside(num_before + 1)
+        return accept if num_after else self._accept_inside(num_before + 1)
 
     def _codes(self, candidate: Any, num_after: int) -> Any:
-        """Return one code per candidate: the number of later rows and the final observation.
+        """Compute for each candidate how its trajectory continues, as one int64 code.
 
-        The upper bits are the number of later rows, at most `num_after`. The lower bits are 1 if
-        the trajectory continues after these rows. If it ends, they are the slot of the final
-        observation, 0 if unknown. Codes that reach beyond the last written row are arbitrary.
+        A code contains two numbers, so that one minimum over the later rows finds both. The upper
+        bits are the number of later rows in the same trajectory, at most `num_after`. If there are
+        `num_after` rows, the lower bits are 1. If the trajectory ends earlier, the lower bits are
+        the slot of its final observation, 0 if none is stored. A code is arbitrary if its later
+        rows extend beyond the last written row.
         """
         lib = self._library
         ages = self._flat_ages
         lanes = self.ring.num_lanes
-        goes_on = (num_after << _PLACE_BITS) + 1
+        continues = (num_after << _PLACE_BITS) + 1
         if num_after == 1:
-            marks = ages.take((candidate + lanes) % len(ages))
-            return lib.where(
-                marks > 0, goes_on, -marks.astype(np.int64) if lib is np else -marks.long()
-            )
+            following_age = ages.take((candidate + lanes) % len(ages))
+            final = -(following_age.astype(np.int64) if lib is np else following_age.long())
+            return lib.where(following_age > 0, continues, final)
         if num_after not in self._steps:
             self._steps[num_after] = self._new_steps(num_after)
         steps, numbers = self._steps[num_after]
-        marks = ages.take((candidate[:, None] + steps) % len(ages))
-        return lib.amin(lib.where(marks > 0, goes_on, numbers - marks), 1)
+        later_ages = ages.take((candidate[:, None] + steps) % len(ages))
+        return lib.amin(lib.where(later_ages > 0, continues, numbers - later_ages), 1)
 
     @lasting
     def _new_steps(self, num_after: int) -> tuple[Any, Any]:
-        """Return the offsets of later rows in `ages`, and row numbers as upper bits of codes.
+        """Return two constants of `_codes`, `[num_after]` each.
 
-        On a device the first draw of a kind waits, so that all streams may use both results
-        afterwards.
+        The first contains the distances in the flat `ages` from a row to the 1st, 2nd, ... later
+        row. The second contains the numbers 0, 1, ... of later rows, shifted to the upper bits of a
+        code. On a device the first draw of a kind waits for the device. All CUDA streams may
+        therefore read both constants afterwards.
         """
         lanes = self.ring.num_lanes
         device = self.ring.device
@@ -607,26 +663,26 @@ class Boundaries:
             torch.arange(0, num_after << _PLACE_BITS, 1 << _PLACE_BITS, device=device)
         )
 
-    def _reject(
+    def _draw_candidates(
         self,
         num_draws: int,
         candidates: tuple[int, int] | _Propose,
-        judge: _Judge,
+        accept: _Accept,
         generator: torch.Generator,
         name: Any,
     ) -> tuple[Any, Any]:
-        """Draw uniformly over the accepted candidates; (None, None) if none is accepted.
+        """Draw candidates with replacement, uniformly from all that `accept` accepts.
 
         Args:
             num_draws: Number of draws.
-            candidates: First candidate and number of candidates; or a function that draws
+            candidates: Range of candidates as (first candidate, number), or a function that draws
                 candidates.
-            judge: Function that accepts candidates.
+            accept: Function that decides which candidates are accepted.
             generator: Random generator on the device of the ring.
-            name: Key of the kind of draw, hashable.
+            name: Hashable name of the kind of draw; see `_Kind`.
 
         Returns:
-            The candidates and their codes.
+            `[num_draws]` accepted candidates and their codes. (None, None) if there are none.
         """
         self.deferred.raise_arrived()
         if isinstance(candidates, tuple) and not candidates[1]:
@@ -635,8 +691,8 @@ class Boundaries:
         if kind is not None:
             size = kind.num_candidates(num_draws)
             if 0 < size <= max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
-                return self._reject_without_waiting(
-                    kind, num_draws, size, candidates, judge, generator
+                return self._draw_without_waiting(
+                    kind, num_draws, size, candidates, accept, generator
                 )
             if kind.numbers is None:
                 kind.numbers = torch.arange(num_draws, device=self.ring.device)
@@ -644,13 +700,13 @@ class Boundaries:
         missing = num_draws
         parts: list[tuple[Any, Any]] = []
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
-            # Extra candidates of four standard deviations cost less than a second round.
+            # Four standard deviations of extra candidates take less time than a second round.
             share = max(1, int(self.share * _WHOLE_SHARE))
             num_extra = isqrt(16 * missing * (_WHOLE_SHARE - share) // _WHOLE_SHARE)
             size = ((missing + num_extra) * _WHOLE_SHARE // share + 8) // 8 * 8
             size = min(size, _MAX_CANDIDATES)
             proposed = self._propose(size, candidates, generator)
-            flags, codes = judge(proposed)
+            flags, codes = accept(proposed)
             accepted = proposed[flags]
             num_accepted = len(accepted)
             share = (4 * share + num_accepted * _WHOLE_SHARE // size) // 5
@@ -665,7 +721,7 @@ class Boundaries:
         if not isinstance(candidates, tuple):
             assert self._segments is not None
             candidates = (0, int(self._segments.num_live()) + self.ring.num_lanes)
-        listed, codes = _list(candidates, judge, self.ring.device)
+        listed, codes = _list_accepted(candidates, accept, self.ring.device)
         if not len(listed):
             return None, None
         chosen = own(uniform(len(listed), missing, generator))
@@ -675,7 +731,7 @@ class Boundaries:
     def _propose(
         self, size: int, candidates: tuple[int, int] | _Propose, generator: torch.Generator
     ) -> Any:
-        """Return `size` random candidates: an array on the CPU, else a tensor."""
+        """Draw `size` random candidates: an array on the CPU, else a tensor."""
         if not isinstance(candidates, tuple):
             return candidates(size, generator)
         first, num_candidates = candidates
@@ -696,16 +752,23 @@ class Boundaries:
     def _read_draw(
         self, kind: _Kind, size: int, num_draws: int, num_accepted: int
     ) -> UsageError | None:
-        """Note that an earlier draw accepted `num_accepted` of `size` candidates.
+        """Process the result of an earlier draw, whose number of accepted candidates has arrived.
 
-        Returns the error of the draw if it accepted no candidate.
+        Args:
+            kind: Kind of the draw. Its share of accepted candidates is updated.
+            size: Number of candidates of the draw.
+            num_draws: Number of requested results.
+            num_accepted: Number of accepted candidates.
+
+        Returns:
+            The error to raise if no candidate was accepted, else None.
         """
         is_short = num_accepted < num_draws
         self.num_short_draws += is_short
         if self._kinds.get(kind.name) is kind:
             kind.note(num_accepted, size)
             self.share = max(kind.share, _LEAST_SHARE / _WHOLE_SHARE)
-            if is_short:  # The next draw waits and measures the share again.
+            if is_short:  # The next draw of this kind waits for the device and measures the share.
                 del self._kinds[kind.name]
         if num_accepted:
             return None
@@ -713,29 +776,32 @@ class Boundaries:
             "an earlier call found no valid row or window. Discard its batch and add more rows."
         )
 
-    def _reject_without_waiting(
+    def _draw_without_waiting(
         self,
         kind: _Kind,
         num_draws: int,
         size: int,
         candidates: tuple[int, int] | _Propose,
-        judge: _Judge,
+        accept: _Accept,
         generator: torch.Generator,
     ) -> tuple[Any, Any]:
-        """Draw from `size` candidates without a wait for the number of accepted candidates.
+        """Draw on a device. The host does not wait for the number of accepted candidates.
 
-        If fewer than `num_draws` candidates are accepted, the result repeats accepted candidates.
+        If fewer than `num_draws` of `size` candidates are accepted, the result repeats accepted
+        candidates, and a later call counts it in `num_short_draws`.
         """
-        # The extra candidate is the result if no other is accepted; a later call raises the error.
+        # If no candidate is accepted, the result is the extra candidate at the end. A later call
+        # then raises an error.
         proposed = self._propose(size + 1, candidates, generator)
-        flags, codes = judge(proposed)
+        flags, codes = accept(proposed)
         rank = flags[:-1].cumsum(0)
         num_accepted = rank[-1]
         numbers = kind.numbers
         if numbers is None or len(numbers) != num_draws:
             numbers = torch.arange(num_draws, device=rank.device)
         chosen = torch.searchsorted(rank, numbers % num_accepted.clamp(min=1), right=True)
-        # The copy follows the search, so that `kind.numbers` lives until the search is done.
+        # The pending read keeps `kind.numbers` alive until its copy has arrived. The copy starts
+        # after the search, so the search never reads freed memory.
         self.deferred.note(num_accepted, partial(self._read_draw, kind, size, num_draws))
         return proposed.index_select(0, chosen), None if codes is None else codes.index_select(
             0, chosen
@@ -743,7 +809,10 @@ class Boundaries:
 
     @lasting
     def _memory_for(self, size: int) -> torch.Tensor:
-        """Return reused memory for candidates. New memory takes 2 of 24 us of a small draw."""
+        """Create and cache a tensor for `size` candidates.
+
+        Without the cache, allocation takes 2 of the 24 us of a small draw.
+        """
         if len(self._memories) >= _MAX_MEMORIES:
             self._memories.clear()
         memory = self._memories[size] = torch.empty(
@@ -755,13 +824,13 @@ class Boundaries:
 def _replace(
     leaf: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor
 ) -> None:
-    """Replace the rows of a leaf `[n, *event]` where `[n]` flags are set.
+    """Replace selected rows of a leaf in place.
 
     Args:
-        leaf: Changed in place.
-        flags: `[n]` bool.
-        rows: Numbers of the rows whose flag is set; None if the host does not know them.
-        values: New values of `rows`; of all rows if `rows` is None.
+        leaf: `[n, *event]`, changed in place.
+        flags: `[n]` bool, whether each row is replaced.
+        rows: Numbers of the replaced rows. None on a device, where the host does not know them.
+        values: New values: one per entry of `rows`, or `[n, *event]` if `rows` is None.
     """
     if rows is None:
         wide = flags.view(-1, *[1] * (leaf.dim() - 1))
@@ -777,15 +846,17 @@ def _with_codes(
     return Drawn(lane, row, num_ahead, num_ahead < num_after, codes & _PLACE)
 
 
-def _list(candidates: tuple[int, int], judge: _Judge, device: torch.device) -> tuple[Any, Any]:
-    """Return all accepted candidates in order, and their codes."""
+def _list_accepted(
+    candidates: tuple[int, int], accept: _Accept, device: torch.device
+) -> tuple[Any, Any]:
+    """Test all candidates. Return the accepted candidates, ascending, and their codes or None."""
     parts: list[tuple[Any, Any]] = []
     start = candidates[0]
     end = sum(candidates)
     while start < end or not parts:
         stop = min(start + _NUM_LISTED, end)
         listed = own(torch.arange(start, stop, device=device))
-        flags, codes = judge(listed)
+        flags, codes = accept(listed)
         parts.append((listed[flags], None if codes is None else codes[flags]))
         start = stop
     return _joined(parts)

@@ -23,7 +23,8 @@ class WindowRequest(NamedTuple):
         next_keys: Fields to copy from the row after each row, returned below `next`; may be empty.
         draws_trajectories: Whether to draw a trajectory uniformly, then one of its windows.
             Otherwise windows are drawn uniformly.
-        is_marked: Whether to draw windows without a known next row too. `next_valid` marks them.
+        is_marked: Whether windows at the end of a trajectory are also drawn if the row after them is
+            unknown. The result then has the field `next_valid`.
         contiguous: Whether the fields of the result are contiguous tensors.
     """
 
@@ -58,7 +59,7 @@ def draw_windows(
     ring = boundaries.ring
     length = request.length
     num_later = 1 if request.next_keys else 0
-    ends = _ends(boundaries, request)
+    ends = _ends_for(boundaries, request)
     drawn: tuple[torch.Tensor, torch.Tensor] | None = None
     if request.draws_trajectories:
         drawn = boundaries.draw_by_trajectory(num_windows, length + num_later, generator, ends)
@@ -80,28 +81,34 @@ def draw_windows(
     lane, last = drawn
     last = last - last_shift
     places = ring.place(lane, last - (length - 1))
-    return Windows(_copied(boundaries, lane, last, request, ends), places)
+    return Windows(_copy_windows(boundaries, lane, last, request, ends), places)
 
 
 def list_windows(boundaries: Boundaries, request: WindowRequest) -> dict[str, Any]:
-    """Copy every window of one trajectory with a known next row, lane by lane, oldest first."""
+    """Copy every window inside one trajectory, lane by lane, oldest first.
+
+    If `request.next_keys` is not empty, the row after the window must be in the trajectory too.
+    """
     num_later = 1 if request.next_keys else 0
     lane, last = boundaries.list_all(request.length + num_later)
-    return _copied(boundaries, lane, last - num_later, request, "never")
+    return _copy_windows(boundaries, lane, last - num_later, request, "never")
 
 
-def _ends(boundaries: Boundaries, request: WindowRequest) -> str:
-    """Return `Extent.ends`: whether a window may contain the last row of its trajectory."""
+def _ends_for(boundaries: Boundaries, request: WindowRequest) -> str:
+    """Return the value of `Extent.ends` for draws of windows.
+
+    It decides whether a window may contain the last row of its trajectory.
+    """
     if not request.next_keys:
         return "never"
     if request.is_marked:
         return "always"
     if boundaries.finals is None:
         return "never"
-    return boundaries.ends_for(_later_names(boundaries.ring, request), is_marked=False)
+    return boundaries.ends_for(_next_names(boundaries.ring, request), is_marked=False)
 
 
-def _later_names(ring: RingStore, request: WindowRequest) -> list[str]:
+def _next_names(ring: RingStore, request: WindowRequest) -> list[str]:
     """Return the flat names of the fields below `request.next_keys`."""
     names = []
     for key in request.next_keys:
@@ -109,14 +116,21 @@ def _later_names(ring: RingStore, request: WindowRequest) -> list[str]:
     return names
 
 
-def _copied(
+def _copy_windows(
     boundaries: Boundaries,
     lane: torch.Tensor,
     last: torch.Tensor,
     request: WindowRequest,
     ends: str,
 ) -> dict[str, Any]:
-    """Copy windows that end at the rows `last`, and the rows one step later, as a nested dict."""
+    """Copy windows and, below `next`, the rows one step later, as a nested dict.
+
+    Args:
+        boundaries: Boundaries of the ring.
+        lane, last: `[n]` int64, lane and id of the last row of each window.
+        request: Length and fields of the windows.
+        ends: Value of `Extent.ends` with which the windows were drawn.
+    """
     ring = boundaries.ring
     length = request.length
     cut = ring.cut_of(request.keys, request.next_keys, request.contiguous, nested=False, apart=True)
@@ -124,7 +138,7 @@ def _copied(
     if ends == "never":
         return unflatten(fields)
     following = {}
-    for name in _later_names(ring, request):
+    for name in _next_names(ring, request):
         following[name] = fields[f"next/{name}"].unflatten(0, (-1, length))[:, -1]
     places = ring.place(lane, last)
 

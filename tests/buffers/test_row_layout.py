@@ -203,5 +203,5 @@ def test_a_cut_has_the_requested_nesting_and_order_and_checks_name_clashes() -> 
 
 def test_next_rows_of_a_ring_without_guards_raise() -> None:
     ring = RingStore(4, 1, Schema([make_field("a", (2,), "float32")]), num_guards=0)
-    with pytest.raises(UsageError, match="rows together with their next rows"):
+    with pytest.raises(UsageError, match="next_keys without apart=True requires num_guards"):
         ring.cut_of((), ("a",))
