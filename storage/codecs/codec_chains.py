@@ -18,10 +18,10 @@ A video codec such as `h264:crf=18` (`video_codec.py`) replaces the whole chain.
 
 A chunk consists of
 
-- one byte: 0 for plain values, if packing saves no bytes or exceeds the expansion that readers
-  accept; else 1;
-- with a quantizer, its range, little-endian: low and step as float64, then a uint8 flag for special
-  counts;
+- one byte: 1 if the values were packed, 0 if they are plain. Values are plain if packing saves no
+  bytes, or if readers would reject the packed chunk because of `max_expansion`;
+- with a quantizer, its range, little-endian: low and step as float64, then a uint8 flag: whether
+  the highest counts encode NaN and infinities;
 - the bytes of the values.
 
 The reader knows dtype, frame shape, number of frames and chain. It decodes no more bytes than these
@@ -65,7 +65,7 @@ from .packers import PACKERS, check_installed
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 _QUANTIZER = re.compile(r"uint16(?:\(([^,()]+),([^,()]+)\))?")
-#: By delta: its operation on a frame and the previous frame, and the inverse operation.
+#: Operation on a frame and the previous frame, and the inverse operation, by name of the delta.
 DELTAS = {"delta": (np.subtract, np.add), "xor": (np.bitwise_xor, np.bitwise_xor)}
 #: Names of the stages by kind. The kinds are in the order of a chain.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -123,16 +123,20 @@ class ChunkCodec:
 
     @property
     def max_expansion(self) -> int:
-        """Maximum bytes of frames per byte of a chunk. Readers reject chunks that declare more."""
+        """Maximum number of decoded bytes per byte of a chunk.
+
+        A corrupt chunk may declare more decoded bytes. Readers reject it before they allocate
+        memory.
+        """
         if self.video is not None:
             return video.MAX_EXPANSION
         expansion = PACKERS[self.packer].max_expansion if self.packer else lz4.MAX_EXPANSION
-        # A float64 of 8 bytes becomes a count of 2 bytes.
+        # The quantizer alone shrinks float64 values of 8 bytes to counts of 2 bytes.
         return expansion * (4 if self.quantizer is not None else 1)
 
     @property
     def packer_shuffles(self) -> bool:
-        """Whether the packer does the shuffle."""
+        """Whether the packer also shuffles, as blosc2 does. Other packers get shuffled bytes."""
         return bool(self.packer) and PACKERS[self.packer].shuffles
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
@@ -206,7 +210,7 @@ class ChunkCodec:
         if self.quantizer is None:
             self._undo(chunk[1:], chunk[0], out.reshape(-1).view(_unsigned(out.dtype)), len(out))
             return
-        counts = _scratch(0, 2 * out.size).view(np.uint16)
+        counts = _scratch("counts", 2 * out.size).view(np.uint16)
         self._undo(chunk[start:], chunk[0], counts, len(out))
         decode_counts(chunk[1:start].tobytes(), counts, out.reshape(-1))
 
@@ -224,16 +228,16 @@ class ChunkCodec:
         return out
 
     def _undo(self, data: Bytes, method: int, items: Array, num_frames: int) -> None:
-        """Undo packer, shuffle and delta.
+        """Write the unsigned items of a chunk to `items`: undo the packer, shuffle and delta.
 
         Args:
-            data: Content of the chunk.
-            method: First byte of the chunk.
-            items: Unsigned items of all frames, to write to.
-            num_frames: Frames of the chunk.
+            data: Bytes of the chunk after its header.
+            method: First byte of the chunk, `_PLAIN` or `_PACKED`.
+            items: Memory for the items of all frames, contiguous.
+            num_frames: Number of frames in the chunk.
         """
         size = items.dtype.itemsize
-        # Items of one byte have one byte plane. Of all shuffles, only `bitshuffle` changes them.
+        # Shuffles of bytes do not change items of one byte. Only `bitshuffle` does.
         is_shuffled = bool(self.shuffle) and (size > 1 or self.shuffle == "bitshuffle")
         if method == _PLAIN or not is_shuffled or self.packer_shuffles:
             target = items.view(np.uint8)
@@ -246,7 +250,7 @@ class ChunkCodec:
                 self.shuffle,
                 self._unpacked(data, num_bytes),
                 items,
-                _scratch(1, scratch_bytes(num_bytes)),
+                _scratch("unshuffle", scratch_bytes(num_bytes)),
             )
         if self.delta and num_frames > 1:
             _, add = DELTAS[self.delta]
@@ -263,21 +267,21 @@ class ChunkCodec:
 
 @lru_cache(maxsize=32)
 def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the unsigned dtype of the same item size."""
+    """Return the unsigned integer dtype with the item size of `dtype`."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
-#: Scratch memory of each thread by number.
+#: Scratch memory of each thread, by purpose.
 _local = threading.local()
 
 
-def _scratch(number: int, num_bytes: int) -> Bytes:
-    """Return scratch memory of this thread. Calls with the same `number` share the memory."""
-    scratch: dict[Any, Bytes] = _local.__dict__
-    memory = scratch.get(number)
+def _scratch(purpose: str, num_bytes: int) -> Bytes:
+    """Return memory that this thread reuses in all calls with the same `purpose`."""
+    scratch: dict[str, Bytes] = _local.__dict__
+    memory = scratch.get(purpose)
     if memory is None or len(memory) < num_bytes:
         memory = np.empty(-(-num_bytes // 8) * 8, np.uint8)
-        scratch[number] = memory
+        scratch[purpose] = memory
     return memory[:num_bytes]
 
 
@@ -310,8 +314,7 @@ class Codec:
     chunks: ChunkCodec | None = None
 
 
-#: Value codecs by name: each stores one number for each value. `STAGES` has the names of the stages
-#: of chains.
+#: Value codecs by name. A value codec stores one number for each value of the field.
 VALUE_CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
@@ -319,7 +322,7 @@ VALUE_CODECS: dict[str, Codec] = {
         Codec("normalized_image", False, IMAGE_MAX_ERROR, "uint8", encode_image, decode_image),
     )
 }
-#: All words in names of codecs.
+#: Names of value codecs, video coders and stages: the words that names of codecs consist of.
 CODEC_WORDS = (
     *VALUE_CODECS,
     AUTO,
@@ -444,7 +447,7 @@ def check_writable(name: str) -> None:
 
 
 def stored_field(field: Field) -> Field:
-    """Return a copy of a field for its stored rows: with the codec's dtype and without a codec."""
+    """Return the field of the stored rows: with the dtype that the codec stores, and no codec."""
     return Field(field.name, field.shape, codec_of(field).stored_dtype or field.dtype)
 
 
@@ -475,10 +478,7 @@ def check_codec(field: Field) -> None:
 
 
 def most_chunk_frames(row_bytes: int) -> int:
-    """Return the number of frames that fit into `LARGEST_CHUNK_BYTES`, at least 1.
-
-    `row_bytes` is the size of a frame.
-    """
+    """Return how many frames of `row_bytes` bytes fit into `LARGEST_CHUNK_BYTES`, at least 1."""
     return max(1, LARGEST_CHUNK_BYTES // max(1, row_bytes))
 
 

@@ -5,12 +5,13 @@ Quantizers round numbers to the nearest of fewer levels and return the largest e
 high value. Both values are stored before the counts.
 
 Shuffles sort the bytes of `[n]` items of 1, 2, 4 or 8 bytes by their position in the item, so that
-similar bytes are adjacent:
+similar bytes are adjacent. Byte plane k consists of byte k of all items, the lowest byte first:
 
 - `shuffle`: byte planes.
 - `split`: the lower half of each number, then byte planes of the upper half. Intended for floats:
-  their lower mantissa is noise that no packer shortens. Decodes 1.6 times as fast as `shuffle`.
-- `bitshuffle`: bit planes.
+  the lower bits of their mantissas are noise that no packer shortens. `split` decodes 1.6 times as
+  fast as `shuffle`.
+- `bitshuffle`: bit planes. Bit plane k consists of bit k of all items.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ IMAGE_LEVELS = 255
 #: bfloat16 and 2^-12 for float16.
 IMAGE_MAX_ERROR = 0.5 / IMAGE_LEVELS
 _COUNTS = 65535
-#: Values that the three highest counts mean. Only chunks with a non-finite value have such counts.
+#: Values that the three highest counts encode. In chunks of finite values, all counts are linear.
 _SPECIAL = (-np.inf, np.inf, np.nan)
 #: Layout of the bytes before the counts: low value, step, flag for special counts.
 _RANGE = struct.Struct("<dd?")
 RANGE_BYTES = _RANGE.size
 #: Names of shuffles in chains.
 SHUFFLES = ("shuffle", "split", "bitshuffle")
-#: Bit planes are padded to a multiple of this number of items: eight parts of a byte plane, each of
-#: whole 64-bit words.
+#: `bitshuffle` pads the items to a multiple of this number. Each eighth of a byte plane then
+#: consists of whole 64-bit words.
 _BITS_GROUP = 64
-#: Masks of the bits that two rows exchange in one step of the transposition, by distance of the
-#: rows.
+#: Masks of the bits that two eighths of a byte plane exchange in one step of `_transpose_bits`, by
+#: the distance of the eighths.
 _MASKS = {4: 0x0F0F0F0F0F0F0F0F, 2: 0x3333333333333333, 1: 0x5555555555555555}
 
 
@@ -225,12 +226,16 @@ def unshuffle(name: str, data: Bytes, out: Array, scratch: Bytes) -> None:
 
 
 def _low_bytes(name: str, size: int) -> int:
-    """Return the number of lower bytes of each item that a shuffle keeps together."""
+    """Return the size of the lower half of an item for `split`; 0 if all bytes are planes."""
     return size // 2 if name == "split" and size > 2 else 0
 
 
 def _join(planes: list[Bytes], out: Array, scratch: Bytes) -> None:
-    """Join byte planes, the lowest first. Shifts are 3 to 5 times as fast as strided copies."""
+    """Write to `out` the items that consist of byte planes, the lowest plane first.
+
+    The halves of the items are joined recursively. This takes a third to a fifth of the time of
+    copying each plane to every n-th byte.
+    """
     if len(planes) == 1:
         np.copyto(out, planes[0])
         return
@@ -245,7 +250,10 @@ def _join(planes: list[Bytes], out: Array, scratch: Bytes) -> None:
 
 
 def _halves(out: Array, scratch: Bytes) -> tuple[Array, Array, Bytes]:
-    """Split scratch memory: upper halves of all items, lower halves, and the remaining memory."""
+    """Reserve scratch memory for the halves of the items of `out`.
+
+    Returns memory for the upper halves, memory for the lower halves, and the remaining memory.
+    """
     half = out.dtype.itemsize // 2
     size = len(out) * half
     first = -(-size // 8) * 8
@@ -265,10 +273,11 @@ def _combine(upper: Array, lower: Array, out: Array) -> None:
 
 
 def _transpose_bits(planes: Bytes, scratch: Bytes) -> None:
-    """Transpose bits in place. Each row has eight parts: swap bit b of part k and bit k of part b.
+    """Convert byte planes to bit planes in place, or bit planes to byte planes.
 
-    The function is its own inverse. It is the 8 x 8 transposition by exchanges of halves (Warren,
-    Hacker's Delight, 7-3) on all words at once.
+    Each plane is divided into eighths, which are the rows of many 8 x 8 bit matrices: bit b of
+    eighth k and bit k of eighth b change places. The matrices are transposed together, word by
+    word (Warren, Hacker's Delight, 7-3). The transposition is its own inverse.
     """
     words = planes.reshape(len(planes), 8, -1).view(np.uint64)
     for distance, mask in _MASKS.items():

@@ -1,7 +1,8 @@
 """Compression of a stack of frames to a blob of chunks that decode independently.
 
 Before memory is allocated, the header is compared with its checksum, the length of the blob and the
-values that the caller expects. `codec_chains.py` codes the chunks, as in block files.
+values that the caller expects. The chunks are encoded by `codec_chains.py` in the same way as the
+chunks of recorded block files.
 
 A blob consists of these parts; numbers are little-endian:
 
@@ -62,8 +63,8 @@ def compress_image_seq(
         level: 0 is fast. 1 to 12 compress better and slower, and decode as fast. 13 to 16 equal 12.
         codec: Chain of `storage/codecs/codec_chains.py`. The default is `lz4`, or `split+lz4` for
             items of several bytes. Only `uint16` chains are lossy.
-        frames_per_chunk: Number of frames that are decoded together; by default at most 8. A chunk
-            of several frames has at most 64 MiB in any case.
+        frames_per_chunk: Number of frames that are decoded together; by default at most 8. It is
+            reduced if several frames take more than 64 MiB.
 
     Returns:
         The blob.
@@ -196,18 +197,24 @@ def decompress_image(compressed_data: Any) -> Any:
 def stored_shape(compressed_data: Any) -> tuple[tuple[int, ...], int]:
     """Return the shape and number of frames in the header of a blob, without further checks."""
     data = _as_bytes(compressed_data)
+    start, stop = _header_bounds(data, "compress_image")
+    try:
+        header = json.loads(data[start:stop].tobytes())
+        shape = tuple(whole("", size, 0) for size in header["shape"])
+        return shape, whole("", header["num_frames"], 0)
+    except (ValueError, LookupError, TypeError, RecursionError, RolloutDataError) as cause:
+        raise _corrupt(f"its header is invalid: {type(cause).__name__}: {cause}") from cause
+
+
+def _header_bounds(data: Bytes, function: str) -> tuple[int, int]:
+    """Return the byte range of the JSON header of a blob that `function` made."""
     start = len(_MAGIC) + _LENGTH.size
-    is_ours = len(data) >= start and data[: len(_MAGIC)].tobytes() == _MAGIC
-    _check(is_ours, "it is not a blob of compress_image")
+    is_blob = len(data) >= start and data[: len(_MAGIC)].tobytes() == _MAGIC
+    _check(is_blob, f"it is not a blob of {function}")
     length = _LENGTH.unpack(data[len(_MAGIC) : start].data)[0]
     is_inside = length <= min(_MAX_HEADER_BYTES, len(data) - start)
     _check(is_inside, f"its header declares {length} of {len(data)} bytes")
-    try:
-        about = json.loads(data[start : start + length].tobytes())
-        shape = tuple(whole("", size, 0) for size in about["shape"])
-        return shape, whole("", about["num_frames"], 0)
-    except (ValueError, LookupError, TypeError, RecursionError, RolloutDataError) as cause:
-        raise _corrupt(f"its header is invalid: {type(cause).__name__}: {cause}") from cause
+    return start, start + length
 
 
 def decompress_many(
@@ -225,20 +232,20 @@ def decompress_many(
         blobs: B blobs.
         image_shape, dtype: As in `decompress_image_seq`, the same for all blobs.
         batch_size: Number of frames in each blob: one number for all blobs, or B numbers.
-        indices: Frames to return: one list for all blobs, or B lists. None, also for a single blob,
-            returns all frames.
+        indices: Frames to return: one list for all blobs, or B lists. None, or None in place of one
+            of the B lists, returns all frames.
         num_threads: Maximum number of threads; None uses torch's number of threads.
-        out: Contiguous memory for the result. `[B, n, *image_shape]` if n frames of each blob are
-            returned. If the numbers differ, `[total, *image_shape]` with the frames of one blob
-            after another.
+        out: Contiguous memory for the frames; None allocates it. The shape is
+            `[B, n, *image_shape]` if every blob returns n frames. Otherwise it is
+            `[total, *image_shape]`, and the frames of each blob follow those of the previous blob.
 
     Returns:
-        `out` or new memory. If the numbers differ, a list of B views of it, `[n_b, *image_shape]`.
-        In both cases `result[b]` holds the frames of blob b.
+        Frames such that `result[b]` has the frames of blob b. If every blob returns n frames, the
+        result is `[B, n, *image_shape]`. Otherwise it is a list of B views, `[n_b, *image_shape]`.
 
     Raises:
         SchemaError, CorruptFileError: As in `decompress_image_seq`.
-        UsageError: As in `decompress_image_seq`, or the number of sizes or lists is not B.
+        UsageError: As in `decompress_image_seq`, or `batch_size` or `indices` has not B entries.
     """
     instance("blobs", blobs, "a list of bytes", Sequence)
     size_or_sizes: Any = batch_size
@@ -249,14 +256,14 @@ def decompress_many(
     lists = list(indices) if _is_nested(indices) else [indices] * len(sizes)
     if {len(sizes), len(lists)} != {max(1, len(blobs))}:
         raise UsageError(
-            f"{len(blobs)} blobs need as many values of batch_size and lists of indices, or one "
-            f"for all blobs, got {len(sizes)} and {len(lists)}."
+            "batch_size and indices must have one entry per blob, or be the same for all blobs, "
+            f"got {len(sizes)} sizes and {len(lists)} lists for {len(blobs)} blobs."
         )
     requests = [
         _Request.checked(image_shape, size, dtype, blob_indices)
         for size, blob_indices in zip(sizes, lists, strict=True)
     ]
-    # Without blobs there is one request, which determines the empty result.
+    # `requests` has one entry even without blobs. The entry determines the shape of the result.
     opened = [_Blob(data, request) for data, request in zip(blobs, requests, strict=False)]
     chunks = [
         (number, chunk) for number, blob in enumerate(opened) for chunk in blob.requested_chunks()
@@ -324,7 +331,7 @@ def _make_blob(
     """Build a blob from contiguous frames `[num_frames, *shape]` with the dtype named `dtype`."""
     starts = range(0, len(frames), frames_per_chunk)
     coded = [codec.encode(frames[first : first + frames_per_chunk], level) for first in starts]
-    about = {
+    header = {
         "codec": codec.name,
         "dtype": dtype,
         "shape": list(frames.shape[1:]),
@@ -332,7 +339,7 @@ def _make_blob(
         "frames_per_chunk": frames_per_chunk,
         "max_error": max((error for _, error in coded), default=0.0),
     }
-    text = json.dumps(about).encode()
+    text = json.dumps(header).encode()
     ends = np.cumsum([len(chunk) for chunk, _ in coded], dtype="<u8")
     sums = np.array([crc32(chunk) for chunk, _ in coded], "<u4")
     head = b"".join([_MAGIC, _LENGTH.pack(len(text)), text, ends.tobytes(), sums.tobytes()])
@@ -418,47 +425,50 @@ class _Blob:
     def __init__(self, data: Any, request: _Request) -> None:
         self.data = _as_bytes(data)
         self.request = request
-        size = len(self.data)
-        start = len(_MAGIC) + _LENGTH.size
-        is_ours = size >= start and self.data[: len(_MAGIC)].tobytes() == _MAGIC
-        _check(is_ours, "it is not a blob of compress_image_seq")
-        length = _LENGTH.unpack(self.data[len(_MAGIC) : start].data)[0]
-        is_inside = length <= min(_MAX_HEADER_BYTES, size - start)
-        _check(is_inside, f"its header declares {length} of {size} bytes")
-        table = start + length
+        start, stop = _header_bounds(self.data, "compress_image_seq")
         self.codec, self.frames_per_chunk, num_chunks = self._header(
-            self.data[start:table].tobytes()
+            self.data[start:stop].tobytes()
         )
-        head = table + 12 * num_chunks
-        first = head + _LENGTH.size
-        _check(
-            first <= size,
-            f"the table of {num_chunks} chunks needs {first} bytes, the blob has {size}",
-        )
-        checksum = crc32(self.data[:head].data)
-        stored = _LENGTH.unpack(self.data[head:first].data)[0]
-        _check(checksum == stored, f"expected header checksum {stored:08x}, got {checksum:08x}")
-        ends = np.append(np.uint64(0), self.data[table : table + 8 * num_chunks].view("<u8"))
-        self._sums = self.data[table + 8 * num_chunks : head].view("<u4")
-        is_filled = int(ends[-1]) == size - first and not (ends[1:] < ends[:-1]).any()
-        _check(
-            is_filled,
-            f"the chunks end at {int(ends.max())}, expected {size - first} bytes of chunks",
-        )
-        #: Bounds of the chunks in `data`, int64 `[C + 1]`.
-        self._ends = ends.astype(np.int64) + first
+        #: Bounds of the chunks in `data`, int64 `[num_chunks + 1]`; CRC-32 of each chunk.
+        self._bounds, self._checksums = self._read_table(stop, num_chunks)
         # A decompression bomb declares more frames than its bytes can hold.
+        num_bytes = int(self._bounds[-1] - self._bounds[0])
         fewest = -(-request.num_frames * request.frame_bytes // self.codec.max_expansion)
         _check(
-            size - first >= fewest,
-            f"its chunks have {size - first} bytes, expected at least {fewest}",
+            num_bytes >= fewest, f"its chunks have {num_bytes} bytes, expected at least {fewest}"
         )
+
+    def _read_table(
+        self, start: int, num_chunks: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+        """Check the table of chunks at byte `start`.
+
+        Returns the bounds of the chunks in `data`, `[num_chunks + 1]`, and their checksums.
+        """
+        size = len(self.data)
+        checksums_start = start + 8 * num_chunks
+        stop = start + 12 * num_chunks
+        first_chunk = stop + _LENGTH.size
+        _check(
+            first_chunk <= size,
+            f"the table of {num_chunks} chunks needs {first_chunk} bytes, the blob has {size}",
+        )
+        checksum = crc32(self.data[:stop].data)
+        stored = _LENGTH.unpack(self.data[stop:first_chunk].data)[0]
+        _check(checksum == stored, f"expected header checksum {stored:08x}, got {checksum:08x}")
+        ends = np.append(np.uint64(0), self.data[start:checksums_start].view("<u8"))
+        is_filled = int(ends[-1]) == size - first_chunk and not (ends[1:] < ends[:-1]).any()
+        _check(
+            is_filled,
+            f"the chunks end at {int(ends.max())}, expected {size - first_chunk} bytes of chunks",
+        )
+        return ends.astype(np.int64) + first_chunk, self.data[checksums_start:stop].view("<u4")
 
     def _header(self, text: bytes) -> tuple[ChunkCodec, int, int]:
         """Check the header; return the codec, the frames per chunk and the number of chunks."""
         try:
-            about = json.loads(text)
-            codec, dtype, shape, num_frames, step, _ = (about[key] for key in _KEYS)
+            header = json.loads(text)
+            codec, dtype, shape, num_frames, step, _ = (header[key] for key in _KEYS)
             chain = chunk_codec(str(codec))
             has_numbers = type(num_frames) is int and type(step) is int
             is_valid = has_numbers and num_frames >= 0 and step >= 1
@@ -486,7 +496,7 @@ class _Blob:
     def check(self, number: int) -> None:
         """Raise `CorruptFileError` if the checksum of a chunk differs."""
         checksum = crc32(self.chunk(number).data)
-        stored = int(self._sums[number])
+        stored = int(self._checksums[number])
         _check(
             checksum == stored,
             f"expected checksum {stored:08x} of chunk {number}, got {checksum:08x}",
@@ -495,13 +505,13 @@ class _Blob:
     def requested_chunks(self) -> list[int]:
         """Return the indices of the chunks with requested frames, ascending."""
         if self.request.indices is None:
-            return list(range(len(self._sums)))
+            return list(range(len(self._checksums)))
         numbers: list[int] = np.unique(self.request.indices // self.frames_per_chunk).tolist()
         return numbers
 
     def chunk(self, number: int) -> Bytes:
         """Return a view of the encoded bytes of a chunk."""
-        return self.data[self._ends[number] : self._ends[number + 1]]
+        return self.data[self._bounds[number] : self._bounds[number + 1]]
 
     def decode(self, number: int, out: Array) -> None:
         """Decode the requested frames of a chunk to their positions in `out`, `[count, *shape]`."""

@@ -136,13 +136,12 @@ class Frame:
 
     Attributes:
         start, stop: Byte range of the frame.
-        is_skippable: Whether the frame holds no data. Then `blocks` is the byte range of its
-            content.
+        is_skippable: Whether LZ4 readers skip the frame, which contains metadata instead of blocks.
         is_parallel: Whether the blocks decode independently and have no checksums of their own.
         max_block_bytes: Maximum number of decoded bytes of a block. A block before the last is
             smaller only if the writer flushed it.
         blocks: Byte range of each block, including the size before and the checksum after the
-            block.
+            block. In a skippable frame, the only range is that of the metadata.
     """
 
     start: int
@@ -161,7 +160,7 @@ class Frame:
 
 
 def scan_frames(data: memoryview, name: str) -> list[Frame]:
-    """Return the frames of a file and their blocks, without decoding them.
+    """Return the positions of the frames of a file and of their blocks, without decoding.
 
     Args:
         data: The whole file.
@@ -172,18 +171,22 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
         ForeignFileError: The file is no LZ4 file, or needs a dictionary.
     """
     frames: list[Frame] = []
-    place = _Place(data, name)
-    while place.at < len(data):
-        start = place.at
-        magic = place.take(4)
+    reader = _Reader(data, name)
+    while reader.position < len(data):
+        start = reader.position
+        magic = reader.read(4)
         if magic[1:] == SKIPPABLE_MAGIC[1:] and magic[0] & 0xF0 == 0x50:
-            size = place.number(4)
-            place.skip(size)
-            frames.append(Frame(start, place.at, True, False, 0, ((place.at - size, place.at),)))
+            size = reader.read_integer(4)
+            content_start = reader.position
+            reader.skip(size)
+            content = (content_start, reader.position)
+            frames.append(Frame(start, reader.position, True, False, 0, (content,)))
         elif magic == MAGIC:
-            frames.append(_scan_frame(place, start))
+            frames.append(_scan_frame(reader, start))
         elif frames:
-            raise place.corrupt(f"offset {start} has no LZ4 frame, got the bytes {magic.hex()}")
+            raise reader.corrupt(
+                f"the bytes {magic.hex()} at offset {start} do not start an LZ4 frame"
+            )
         else:
             raise ForeignFileError(f"{name!r} is not an LZ4 file: it starts with {magic.hex()}.")
     return frames
@@ -248,76 +251,77 @@ def decode_exactly(data: memoryview, num_bytes: int, name: str) -> Bytes:
     return out
 
 
-class _Place:
-    """Reader with a position in a file. Reads past the end raise `CorruptFileError`."""
+class _Reader:
+    """Reader of the bytes of a file, in order. Reads past the end raise `CorruptFileError`."""
 
     def __init__(self, data: memoryview, name: str) -> None:
         self.data = data
         self.name = name
-        self.at = 0
+        self.position = 0
 
-    def take(self, num_bytes: int) -> bytes:
-        start = self.at
+    def read(self, num_bytes: int) -> bytes:
+        start = self.position
         self.skip(num_bytes)
-        return bytes(self.data[start : self.at])
+        return bytes(self.data[start : self.position])
 
-    def number(self, num_bytes: int) -> int:
-        return int.from_bytes(self.take(num_bytes), "little")
+    def read_integer(self, num_bytes: int) -> int:
+        return int.from_bytes(self.read(num_bytes), "little")
 
     def skip(self, num_bytes: int) -> None:
-        if num_bytes > len(self.data) - self.at:
+        if num_bytes > len(self.data) - self.position:
             raise CorruptFileError(
                 f"{self.name!r} is truncated: it has {len(self.data)} bytes, expected at least "
-                f"{self.at + num_bytes}."
+                f"{self.position + num_bytes}."
             )
-        self.at += num_bytes
+        self.position += num_bytes
 
     def corrupt(self, problem: str) -> CorruptFileError:
         return CorruptFileError(f"{self.name!r} is damaged: {problem}.")
 
 
-def _scan_frame(place: _Place, start: int) -> Frame:
+def _scan_frame(reader: _Reader, start: int) -> Frame:
     """Read the header and the block sizes of the frame that starts at offset `start`.
 
-    The position of `place` is after the magic number of the frame.
+    The magic number of the frame was already read.
     """
-    flags, block_code = place.take(2)
+    flags, block_code = reader.read(2)
     most = _MAX_BLOCK_BYTES.get(block_code >> 4)
     if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or most is None:
-        raise place.corrupt(
-            f"offset {start + 4} has no header of an LZ4 frame, got the bytes "
-            f"{flags:02x}{block_code:02x}"
+        raise reader.corrupt(
+            f"the bytes {flags:02x}{block_code:02x} at offset {start + 4} do not start the header "
+            "of an LZ4 frame"
         )
-    declared = place.number(8) if flags & 8 else 0
+    declared = reader.read_integer(8) if flags & 8 else 0
     if flags & 1:
-        raise ForeignFileError(f"{place.name!r} needs an LZ4 dictionary, which is not supported.")
-    place.skip(1)
+        raise ForeignFileError(f"{reader.name!r} needs an LZ4 dictionary, which is not supported.")
+    reader.skip(1)
     has_block_checksums = bool(flags & 16)
     blocks = []
     while True:
-        first = place.at
-        size = place.number(4)
+        first = reader.position
+        size = reader.read_integer(4)
         if not size:
             break
         size &= 0x7FFFFFFF
         if size > most:
-            raise place.corrupt(
+            raise reader.corrupt(
                 f"the block at offset {first} has {size} bytes, expected at most {most}"
             )
-        place.skip(size + 4 * has_block_checksums)
-        blocks.append((first, place.at))
-    place.skip(4 * bool(flags & 4))
-    if declared > MAX_EXPANSION * (place.at - start):
-        raise place.corrupt(
-            f"a frame of {place.at - start} bytes declares {declared} decoded bytes"
+        reader.skip(size + 4 * has_block_checksums)
+        blocks.append((first, reader.position))
+    reader.skip(4 * bool(flags & 4))
+    if declared > MAX_EXPANSION * (reader.position - start):
+        raise reader.corrupt(
+            f"a frame of {reader.position - start} bytes declares {declared} decoded bytes"
         )
     is_parallel = bool(flags & 32) and not has_block_checksums
-    return Frame(start, place.at, False, is_parallel, most, tuple(blocks))
+    return Frame(start, reader.position, False, is_parallel, most, tuple(blocks))
 
 
 def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]:
     """Yield the decoded content of a frame in parts, comparing all checksums."""
     decoder = lz4.frame.LZ4FrameDecompressor()
+    # The decoder copies input that it has not read yet, so it gets one block at a time.
     bounds = [frame.start, *(start for start, _ in frame.blocks)]
     bounds.append(frame.blocks[-1][1] if frame.blocks else frame.start)
     bounds.append(frame.stop)
@@ -341,11 +345,12 @@ def _decode_blocks(
     """Decode independent blocks in parallel.
 
     Returns:
-        Decoded bytes, or None if a block before the last is not full, so that `out` has gaps.
+        Number of decoded bytes. None if a block before the last is not full. `out` then has gaps,
+        since each block is written to its position after full blocks.
     """
 
-    def decode_one(place: int) -> int:
-        first, stop = frame.blocks[place]
+    def decode_block(number: int) -> int:
+        first, stop = frame.blocks[number]
         size = int.from_bytes(data[first : first + 4], "little")
         part: Any = data[first + 4 : stop]
         if not size >> 31:
@@ -353,13 +358,15 @@ def _decode_blocks(
                 part = lz4.block.decompress(part, uncompressed_size=frame.max_block_bytes)
             except lz4.block.LZ4BlockError as cause:
                 raise _undecodable(name, cause, first) from cause
-        start = place * frame.max_block_bytes
+        start = number * frame.max_block_bytes
         if len(part) > len(out) - start:
-            raise _undecodable(name, f"it decodes to {len(part)} bytes", first)
+            raise _undecodable(
+                name, f"expected at most {len(out) - start} decoded bytes, got {len(part)}", first
+            )
         out[start : start + len(part)] = np.frombuffer(part, np.uint8)
         return len(part)
 
-    sizes = each(decode_one, range(len(frame.blocks)), num_threads)
+    sizes = each(decode_block, range(len(frame.blocks)), num_threads)
     is_full = all(size == frame.max_block_bytes for size in sizes[:-1])
     return sum(sizes) if is_full else None
 

@@ -63,7 +63,10 @@ def check_installed(packer: str) -> None:
 
 @lru_cache(maxsize=8)
 def _module(packer: str) -> Any:
-    """Import the package of a packer. Cached: an import check takes as long as decoding 5 KB."""
+    """Import the package of a packer and return the module.
+
+    The module is cached, since looking for the package takes as long as decoding 5 KB.
+    """
     check_installed(packer)
     return importlib.import_module(str(PACKERS[packer].module))
 
@@ -127,8 +130,8 @@ def _unpack_blosc2(data: Bytes, num_bytes: int) -> Bytes:
         declared, coded, _ = blosc2.get_cbuffer_sizes(data)
         if (declared, coded) != (num_bytes, len(data)):
             raise CorruptFileError(
-                f"the blosc2 chunk declares {declared} bytes packed in {coded}, expected "
-                f"{num_bytes} in {len(data)}."
+                f"the blosc2 chunk declares {declared} decoded and {coded} packed bytes, expected "
+                f"{num_bytes} decoded and {len(data)} packed bytes."
             )
         blosc2.decompress2(data, dst=unpacked, nthreads=1)
     except (RuntimeError, ValueError, TypeError, BufferError) as cause:

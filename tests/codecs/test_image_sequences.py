@@ -395,10 +395,10 @@ def test_equal_numbers_of_frames_are_stacked_for_every_form_of_indices():
             [3, 17],
             None,
             UsageError,
-            "4 blobs need as many values of batch_size and lists of indices, or one for all blobs, "
-            "got 2 and 2",
+            "batch_size and indices must have one entry per blob, or be the same for all blobs, "
+            "got 2 sizes and 2 lists for 4 blobs.",
         ),
-        ([3, 17, 1, 9], [[0]] * 3, UsageError, "got 4 and 3."),
+        ([3, 17, 1, 9], [[0]] * 3, UsageError, "got 4 sizes and 3 lists for 4 blobs."),
         (
             [3, 17, 1, 9],
             [[0], [0], [1], [0]],
