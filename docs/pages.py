@@ -172,8 +172,8 @@ INTERNAL_MEMBERS = {
     "storage.errors.RolloutDataError": "of",
     "storage.saving.saved_store.Store": "check_form check_equal copy_state take_state "
     "unchanged_on_failure",
-    "storage.managed.managed_buffer.ManagedBuffer": "as_list passes prepare_push prepare_sample "
-    "prepare_update",
+    "storage.managed.managed_buffer.ManagedBuffer": "as_list prepare_push prepare_sample "
+    "prepare_update wait_until_admitted",
     "storage.managed.advanced_buffer.AdvancedReplayBuffer": "prepare_priorities",
     "storage.prioritized.sum_tree.BlockTree": "numbers",
     "storage.ring.transition_sampler.TransitionRequest": "of",

@@ -1,6 +1,7 @@
 """`AdvancedReplayBuffer`: prioritized replay with importance weights and limits of age and use.
 
-A call checks and draws under one lock. Stale and used-up items are removed before the next draw.
+Each call holds the lock of the buffer. A draw first removes stale items, which reached
+`max_staleness`. After the draw it removes the drawn items that reached `max_use`.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
     - `data_id`: see `used_data`.
 
     There are two interfaces: lists of items (`push`, `sample`, `update`) and batches of tensors
-    (`extend_tensors`, `sample_tensors`, `update_priorities`). Batches take a hundredth of the time.
-    The rows of a batch are in the order of the slots; shuffle them before splitting the batch.
+    (`extend_tensors`, `sample_tensors`, `update_priorities`). Batches take about a hundredth of the
+    time of lists. The rows of a batch are sorted by slot, so shuffle them before splitting the
+    batch.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
             collected = self._checked_iterations(collect_iter, items.num_rows)
             return partial(self._write, items, checked, collected, start_s)
 
-        ids: torch.Tensor = self._alone(len(leaf) if np.ndim(leaf) else 0, True, prepare)
+        ids: torch.Tensor = self._call(len(leaf) if np.ndim(leaf) else 0, True, prepare)
         return ids
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
@@ -155,7 +157,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
                 )
             leaves = dict(item)
             priorities.append(leaves.pop("priority", None))
-            if "collect_iter" in leaves:  # A Python number is stored as an object, not a column.
+            # A tensor would become a column, which all items must have. A Python number is stored
+            # as an object of its item.
+            if "collect_iter" in leaves:
                 leaves["collect_iter"] = plain_number(leaves["collect_iter"])
             iterations.append(_earliest(leaves.get("collect_iter")))
             if self._used is not None and "data_id" in leaves:
@@ -165,7 +169,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         if any(iteration != UNKNOWN for iteration in iterations):
             collected = sent(torch.tensor(iterations, dtype=torch.int64, device="cpu"), self.device)
         rows = read_items(leaves_of_items, self._store.form)
-        return partial(self._write, rows, self._filled_in(priorities), collected, start_s)
+        return partial(self._write, rows, self._filled_priorities(priorities), collected, start_s)
 
     def _write(
         self,
@@ -213,10 +217,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
             )
         return iterations.long().expand(num_rows)
 
-    def _filled_in(self, priorities: list[Any]) -> tuple[Any, float | None] | None:
-        """Return checked priorities of items and their maximum; None if all priorities are None.
+    def _filled_priorities(self, priorities: list[Any]) -> tuple[Any, float | None] | None:
+        """Check the priorities of pushed items, and replace each None by the largest so far.
 
-        Each None in `priorities` is replaced by the largest priority so far.
+        Returns the priorities `[n]` and their maximum. Returns None if all priorities are None.
         """
         stated = [plain_number(value) for value in priorities if value is not None]
         if not stated:
@@ -250,9 +254,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
         Returns:
             Copies of items. None if there are not enough items, or the rate limiter rejects the
-            sample. Each item has the leaves `replay_unique_id`, `replay_buffer_idx`, `priority`,
-            `use` (number of draws including this draw and earlier copies in the list), `staleness`
-            (in learner iterations, -1 if unknown) and `IS` (importance weight in (0, 1]).
+            sample. `sample` adds these leaves to each copy: `replay_unique_id`,
+            `replay_buffer_idx`, `priority`, `use` (number of draws, this draw included),
+            `staleness` (learner iterations since the collection, -1 if unknown) and `IS`
+            (importance weight in (0, 1]). If an item is drawn repeatedly, the `use` of each copy is
+            one more than that of the previous copy.
         """
         return super().sample(size, cur_learner_iter, sample_range, replace)
 
@@ -262,10 +268,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """Draw a batch of tensors, in the way of `sample`.
 
         Returns:
-            (batch, weights, ids). The batch is a nested dict of `[batch_size, *event]`, views of
-            new tensors; numeric objects become tensors and other objects lists. Importance weights
-            are `[batch_size]` float32 in (0, 1]. Ids are `[batch_size]` int64, for
-            `update_priorities`.
+            (batch, weights, ids). `batch` is a nested dict of `[batch_size, *event]` tensors, in
+            new memory but not always contiguous. An object of the items becomes a tensor if it is a
+            number in every drawn item; otherwise it becomes a list of `batch_size` values.
+            `weights` are the importance weights, `[batch_size]` float32 in (0, 1]. `ids`,
+            `[batch_size]` int64, are the argument of `update_priorities`.
 
         Raises:
             BufferEmptyError: There are not enough items, or the rate limiter rejects the sample (a
@@ -273,7 +280,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """
         batch_size = arguments.whole("batch_size", batch_size, 1)
         request = Request.checked(batch_size, cur_learner_iter)._replace(are_tensors=True)
-        batch: _Batch | None = self._alone(batch_size, False, lambda: self.prepare_sample(request))
+        batch: _Batch | None = self._call(batch_size, False, lambda: self.prepare_sample(request))
         if batch is None:
             text = (
                 f"buffer {self.name!r} has {self.count()} of {self.push_count} added items left, "
@@ -295,36 +302,40 @@ class AdvancedReplayBuffer(ManagedBuffer):
         has_enough = num_rows >= self.min_sample_ratio * request.size
         if not (has_started and has_enough and self._ring.has_mass(among)):
             return None
-        return partial(self._take, request, among)
+        return partial(self._draw, request, among)
 
     def _slots_in(self, request: Request) -> torch.Tensor:
         """Return the slots of the items in the requested range of ages, oldest first."""
         ids = self._store.ring.ids()
-        live = self._ring.those_that_count(self._store.ring.slot(ids))
-        slots: torch.Tensor = live[list(request.among(len(live)))]
+        live = self._ring.valid_places(self._store.ring.slot(ids))
+        slots: torch.Tensor = live[list(request.ages(len(live)))]
         return slots
 
-    def _take(self, request: Request, among: torch.Tensor | None) -> Any:
+    def _draw(self, request: Request, among: torch.Tensor | None) -> Any:
         """Draw items, count their uses and remove items that reached `max_use`."""
         start_s = time.monotonic()
-        with self._store.order.writes:  # A draw writes memory that later draws reuse.
+        # A draw counts as a write, since all draws share the working memory of the tree.
+        with self._store.order.writes:
             drawn = self._ring.draw(request.size, self.rng, among)
             assert drawn is not None
             sample: Any = (
                 self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
             )
-            facts = None if self.monitor is None else self._facts(drawn, request)
+            measures = None if self.monitor is None else self._measures(drawn, request)
             used_up = self._ring.use(drawn.places)
-        if self.monitor is not None and facts is not None:
-            facts["staleness"] = facts["staleness"][facts["staleness"] >= 0]
-            self.monitor.note_sample(request.size, time=time.monotonic() - start_s, **facts)
+        if self.monitor is not None and measures is not None:
+            measures["staleness"] = measures["staleness"][measures["staleness"] >= 0]
+            self.monitor.note_sample(request.size, time=time.monotonic() - start_s, **measures)
         if self._used is not None:
             self._used.hold(self._store.values(drawn.places, "data_id"))
         self._drop(used_up)
         return sample
 
-    def _facts(self, drawn: Draw, request: Request) -> dict[str, torch.Tensor]:
-        """Return priority, use and staleness of drawn items `[n]`, before the draw is counted."""
+    def _measures(self, drawn: Draw, request: Request) -> dict[str, torch.Tensor]:
+        """Return the priority, the number of uses and the staleness of drawn items: `[n]` each.
+
+        The uses include this draw, although the caller counts it later.
+        """
         slots = drawn.places
         ring = self._ring
         return {
@@ -334,9 +345,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         }
 
     def _items_of(self, drawn: Draw, request: Request) -> list[dict[str, Any]]:
-        facts = {**self._facts(drawn, request), "IS": drawn.importance}
+        measures = {**self._measures(drawn, request), "IS": drawn.importance}
         extra = self._ids_of(drawn.ids, drawn.places)
-        extra |= {name: values.tolist() for name, values in facts.items()}
+        extra |= {name: values.tolist() for name, values in measures.items()}
         return self._store.items(drawn.places, extra, self.output_device)
 
     def _batch_of(self, drawn: Draw) -> _Batch:
@@ -398,9 +409,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return self._ring.prepare_update(ids, priorities)
 
     def used_data(self) -> UsedQueue:
-        """Return a queue of the values of the leaf `data_id` that no item and no sample uses.
+        """Return a queue of the `data_id`s that no item and no sample uses any more.
 
-        Each value appears once.
+        The queue has each id at most once.
 
         Raises:
             UsageError: The buffer was created without `enable_track_used_data`.
@@ -471,8 +482,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         text = numbers["used_data"]
         if (text is None) != (self._used is None):
             raise SchemaError(
-                f"the state has enable_track_used_data={text is not None}, and this buffer has "
-                f"{self._used is not None}."
+                f"enable_track_used_data is {self._used is not None} in this buffer and "
+                f"{text is not None} in the state. Create the buffer with the argument that was "
+                "saved."
             )
         super()._set_state(numbers, tensors)
         self._ring.send_draws()

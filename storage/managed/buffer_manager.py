@@ -28,9 +28,9 @@ from .managed_buffer import (
     ManagedBuffer,
     NaiveReplayBuffer,
     Request,
-    attempt,
+    call_if_admitted,
+    call_when_admitted,
     locked,
-    together,
 )
 from .sample_shares import checked_ratio, share_out_sample, share_out_update
 from .used_data import UsedQueue
@@ -80,7 +80,8 @@ class BufferManager(Store):
         self.device = arguments.device("device", device)
         self.rng = generator_on(generator, torch.device("cpu"))
         self._lock = threading.RLock()
-        self._order = StreamOrder(torch.device("cpu"))  # Each buffer has its own order.
+        # The manager itself stores no tensors on a device; each buffer has an order of its own.
+        self._order = StreamOrder(torch.device("cpu"))
         #: Lock held while a call chooses buffers and calls their limiters, but not while a thread
         #: waits for a limiter.
         self._choice_lock = threading.Lock()
@@ -122,7 +123,8 @@ class BufferManager(Store):
         Raises:
             KeyError: No buffer has this name.
             ValueError: There are several buffers, and an item has no key `buffer_name`.
-            As `push`: An item does not match the earlier items of a buffer.
+            MissingFieldError, SchemaError, FieldTypeError: An item does not match the earlier items
+                of a buffer.
         """
         self._check_open()
         if buffer_name is not None:
@@ -130,7 +132,7 @@ class BufferManager(Store):
         start_s = time.monotonic()
         items = self._routed(data, buffer_name)
         numbers = {buffer: len(part) for buffer, part in items.items()}
-        together(
+        call_when_admitted(
             numbers,
             True,
             lambda: [buffer.prepare_push(part, start_s) for buffer, part in items.items()],
@@ -158,7 +160,7 @@ class BufferManager(Store):
         Request.checked(0, cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
-            _, sizes = self._shared_out(batch_size, sample_ratio)
+            _, sizes = self._divided_sample(batch_size, sample_ratio)
             # Restore the random state, so that the next `sample` draws the same sizes.
             self.rng.set_state(before)
             with locked(self[name] for name in sizes):
@@ -188,7 +190,7 @@ class BufferManager(Store):
             KeyError: No buffer has this name.
             ValueError: The shares are negative, or do not sum to 1.
         """
-        order, samples = self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=False)
+        order, samples = self._draw(batch_size, cur_learner_iter, sample_ratio, are_tensors=False)
         if samples is None or order is None:
             return samples
         items = [item for part in samples.values() for item in part]
@@ -204,15 +206,15 @@ class BufferManager(Store):
             buffer with at least one drawn row. The ids are arguments of `update_priorities`. None
             in the same cases as for `sample`.
         """
-        return self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=True)[1]
+        return self._draw(batch_size, cur_learner_iter, sample_ratio, are_tensors=True)[1]
 
     # Updating.
 
     def update(self, info: Mapping[str, Any]) -> int:
         """Update priorities of items of several buffers; see `AdvancedReplayBuffer.update`.
 
-        The name of an item's buffer is the part of its id before the last "_". Every prioritized
-        buffer receives all `used_id`s.
+        The name of an item's buffer is the part of its id before the last "_". A `used_id` names no
+        buffer, so every prioritized buffer releases it. A buffer without this id ignores it.
 
         Returns:
             Number of applied priorities.
@@ -245,7 +247,8 @@ class BufferManager(Store):
         """
         if set(ids) != set(priorities):
             raise UsageError(
-                f"priorities has the buffers {sorted(priorities)}, and ids has {sorted(ids)}."
+                f"ids and priorities must have the same buffers, got {sorted(ids)} and "
+                f"{sorted(priorities)}."
             )
         buffers = {name: self._prioritized(name) for name in ids}
         with locked(buffers.values()):
@@ -283,7 +286,7 @@ class BufferManager(Store):
             buffer.clear()
 
     def start(self) -> None:
-        """Do nothing, because there are no threads. Exists for callers that start all objects."""
+        """Do nothing, because there are no threads. Programs may start all objects alike."""
 
     def run(self) -> None:
         """Do nothing; see `start`."""
@@ -420,12 +423,12 @@ class BufferManager(Store):
                 routed.setdefault(self[name], []).append(item)
         return routed
 
-    def _shared_out(
+    def _divided_sample(
         self, batch_size: Sizes, ratio: Shares | None
     ) -> tuple[list[int] | None, dict[str, int]]:
-        """Return the random order of all items, and the size of each buffer's sample by name.
+        """Return the order of the items in the sample, and the number of items by buffer name.
 
-        The order is None if `batch_size` is a mapping.
+        The order is as in `share_out_sample`; None if `batch_size` is a mapping.
         """
         if isinstance(batch_size, Mapping):
             sizes = {}
@@ -438,14 +441,15 @@ class BufferManager(Store):
             raise UsageError("sample_ratio is missing. Pass it here or in the configuration.")
         return share_out_sample(size, shares, self.rng)
 
-    def _drawn(
+    def _draw(
         self, batch_size: Sizes, iteration: int, ratio: Shares | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
         """Draw from all requested buffers, or from none. Waits for the rate limiters.
 
         Returns:
-            (order, samples). The order of the items, None if `batch_size` is a mapping; and the
-            samples by name. (None, None) if nothing was drawn.
+            (order, samples), or (None, None) if nothing was drawn. `order` is as in
+            `share_out_sample`; None if `batch_size` is a mapping. `samples` are the samples by
+            buffer name.
         """
         request = Request.checked(0, iteration)._replace(are_tensors=are_tensors)
         start_s = time.monotonic()
@@ -453,26 +457,30 @@ class BufferManager(Store):
             self._check_open()
             with self._choice_lock:
                 before = self.rng.get_state()
-                order, sizes = self._shared_out(batch_size, ratio)
+                order, sizes = self._divided_sample(batch_size, ratio)
                 sizes = {name: size for name, size in sizes.items() if size or not are_tensors}
                 numbers = {
                     self._prioritized(name) if are_tensors else self[name]: x
                     for name, x in sizes.items()
                 }
-                samples, refusing = attempt(numbers, False, partial(_prepared, request, numbers))
+                samples, refusing = call_if_admitted(
+                    numbers, False, partial(_prepare_samples, request, numbers)
+                )
                 if samples is not None:
                     return order, dict(zip(sizes, samples, strict=True))
                 self.rng.set_state(before)
             # While this thread waits, it holds no lock and its items are not counted. Other threads
             # can therefore proceed.
-            if refusing is None or not refusing.passes(numbers[refusing], False, start_s):
+            if refusing is None or not refusing.wait_until_admitted(
+                numbers[refusing], False, start_s
+            ):
                 return None, None
 
 
-def _prepared(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Act | None]:
-    """Prepare a draw in every buffer.
+def _prepare_samples(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Act | None]:
+    """Call `prepare_sample` of every buffer, and return the results in the order of `numbers`.
 
-    A buffer with too few items does not stop the loop, because every buffer removes stale items.
+    The loop continues after a buffer with too few items: every buffer must remove its stale items.
     """
     return [buffer.prepare_sample(request._replace(size=size)) for buffer, size in numbers.items()]
 
@@ -502,7 +510,7 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
             buffers[name] = _KINDS[type_name](**options, name=name)
         except TypeError as cause:
             raise UsageError(
-                f"cfg[{name!r}] does not fit {_KINDS[type_name].__name__}: {cause}."
+                f"cfg[{name!r}] has invalid arguments for {_KINDS[type_name].__name__}: {cause}."
             ) from cause
     unknown = sorted(set(map(str, cfg)) - set(buffers) - set(_RESERVED))
     if unknown:

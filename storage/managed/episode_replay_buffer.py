@@ -105,8 +105,8 @@ class EpisodeReplayBuffer(ManagedBuffer):
             ends = np.maximum(lengths - length + 1, 0).cumsum()
             if not len(ends) or not ends[-1]:
                 raise UsageError(
-                    f"the longest episode of {self.name!r} has {lengths.max(initial=0)} steps, "
-                    f"and a window has {length}."
+                    f"the longest episode of {self.name!r} has {lengths.max(initial=0)} steps, too "
+                    f"few for windows of {length}. Sample shorter windows, or add longer episodes."
                 )
             number = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
             episode = ends.searchsorted(number, side="right")

@@ -2,8 +2,9 @@
 
 Each numeric leaf has a column in a ring. All other leaves are objects, stored by slot. All items
 have the same columns, but may have different objects. Items are copied when they are added and when
-they are returned. An id is `<name>_<row>`. An id is split at the last "_", since a name may contain
-"_".
+they are returned. The id of an item is `<name>_<row>`: the name of the buffer, and the number of
+items that were added before since the last `clear`. An id is split at the last "_", since a name
+may contain "_".
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def plain_number(value: Any) -> Any:
 
 
 def read_items(items: Sequence[Any], form: Form | None) -> Items:
-    """Check items against the form of earlier items; None if there are no earlier items.
+    """Check items against the form of earlier items. Without it, the first item sets the form.
 
     Raises:
         MissingFieldError, SchemaError, FieldTypeError: A leaf does not match the form. The message
@@ -295,7 +296,7 @@ class ItemStore:
         return store
 
     def state(self, subject: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the state to save: numbers, and tensors that may share memory.
+        """Return the state to save: numbers, and tensors that may be views of this store.
 
         Raises:
             FieldTypeError: An object has no JSON form. The message starts with `subject`.
@@ -316,7 +317,8 @@ class ItemStore:
         """Load a result of `state` into this empty store and return the store.
 
         Raises:
-            CorruptFileError, SchemaError: The state does not match itself or the capacity.
+            CorruptFileError: The objects are damaged.
+            SchemaError: The numbers are invalid, or the tensors do not match the numbers.
         """
         total = checked_count(numbers, "total", 0, 1 << 62)
         num_live = min(total, self.capacity)
@@ -395,7 +397,7 @@ def _split_leaves(
 def _form_of(leaves: Mapping[str, Any], num_lead: int) -> Form:
     """Return the form of items from the leaves of the first item.
 
-    The leaves have `num_lead` axes before the shape of one item's leaf.
+    `num_lead` is the number of batch axes of the leaves: 0 for an item, 1 for a batch of items.
     """
     tensors = {name: dense(as_given(leaf), f"field {name!r}") for name, leaf in leaves.items()}
     schema = Schema(make_field(name, x.shape[num_lead:], x.dtype) for name, x in tensors.items())

@@ -1,7 +1,7 @@
 """`ManagedBuffer`: base class of buffers of items. `NaiveReplayBuffer`: draws items uniformly.
 
 A call holds the buffer's lock. It changes nothing before all arguments are checked and the rate
-limiter admits the call. `attempt` does the same for several buffers of a manager at once.
+limiter admits the call. `call_if_admitted` does the same for several buffers of a manager at once.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Request(NamedTuple):
             raise UsageError(f"sample_range must be a slice or None, got {sample_range!r}.")
         return cls(size, int(iteration), sample_range, arguments.flag("replace", replace))
 
-    def among(self, num_rows: int) -> range:
-        """Return the positions in `sample_range` of `num_rows` items, sorted by age.
+    def ages(self, num_rows: int) -> range:
+        """Return the ages in `sample_range`, for a buffer of `num_rows` items.
 
-        Position 0 is the oldest item.
+        Age 0 is the oldest item, and age `num_rows - 1` the newest.
         """
         return range(num_rows)[self.sample_range or slice(None)]
 
@@ -161,8 +161,9 @@ class ManagedBuffer(Store):
         """
         request = Request.checked(size, cur_learner_iter, sample_range, replace)
         with self._lock:
-            passes = self.rate_limiter is None or self.rate_limiter.may_sample(request.size)
-            return self.prepare_sample(request) is not None and passes and not self._is_closed
+            is_admitted = self.rate_limiter is None or self.rate_limiter.may_sample(request.size)
+            has_enough = self.prepare_sample(request) is not None
+            return has_enough and is_admitted and not self._is_closed
 
     def sample(
         self,
@@ -185,7 +186,7 @@ class ManagedBuffer(Store):
             items), or if the rate limiter rejects the sample.
         """
         request = Request.checked(size, cur_learner_iter, sample_range, replace)
-        items: list[Any] | None = self._alone(
+        items: list[Any] | None = self._call(
             request.size, False, lambda: self.prepare_sample(request)
         )
         return items
@@ -220,7 +221,7 @@ class ManagedBuffer(Store):
                 self.rate_limiter.reset()
 
     def start(self) -> None:
-        """Do nothing, because no buffer has a thread. Exists for callers that start all objects."""
+        """Do nothing, because buffers have no threads. Programs may start all objects alike."""
 
     def close(self) -> None:
         """Release all items and wake waiting threads. Idempotent.
@@ -241,7 +242,7 @@ class ManagedBuffer(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # These methods are steps of a call, used by `together` and the manager. Callers of the
+    # Steps of a call, which `call_when_admitted` and the manager combine. Callers of the
     # `prepare_...` methods hold the lock.
 
     def as_list(self, data: Any) -> list[Any]:
@@ -257,7 +258,10 @@ class ManagedBuffer(Store):
 
     @abstractmethod
     def prepare_sample(self, request: Request) -> Act | None:
-        """Remove stale items and return a function that draws; None if there are too few items."""
+        """Remove stale items and return a function that draws the requested items.
+
+        Returns None if there are too few items.
+        """
 
     def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
         """Check an update and return a function that applies the update.
@@ -268,10 +272,10 @@ class ManagedBuffer(Store):
             self._rows_of(info.get(UNIQUE_ID))
         return lambda: 0
 
-    def passes(self, num_items: int, is_push: bool, start_s: float) -> bool:
+    def wait_until_admitted(self, num_items: int, is_push: bool, start_s: float) -> bool:
         """Wait, without locks, until the limiter would admit `num_items` items.
 
-        Returns False if the limiter rejects the items.
+        Returns True then, and False if the limiter rejects the items.
         """
         if self.rate_limiter is None or self.rate_limiter.wait(num_items, is_push, start_s):
             return True
@@ -320,7 +324,7 @@ class ManagedBuffer(Store):
     # Methods for subclasses.
 
     def _make_store(self, capacity: int) -> ItemStore:
-        """Return an empty store with this buffer's order of CUDA streams."""
+        """Return an empty store, whose reads and writes are ordered among CUDA streams."""
         return ItemStore(capacity, self.device, self._order)
 
     def _clear(self) -> None:
@@ -328,17 +332,23 @@ class ManagedBuffer(Store):
 
     def _push(self, items: Sequence[Any]) -> None:
         start_s = time.monotonic()
-        self._alone(len(items), True, lambda: self.prepare_push(items, start_s))
+        self._call(len(items), True, lambda: self.prepare_push(items, start_s))
 
-    def _alone(self, num_items: int, is_push: bool, prepare: Callable[[], Act | None]) -> Any:
-        """Push `num_items` items to this buffer if `is_push`, otherwise sample them.
+    def _call(self, num_items: int, is_push: bool, prepare: Callable[[], Act | None]) -> Any:
+        """Push `num_items` items to this buffer, or sample them, once the limiter admits them.
 
-        `prepare` checks the arguments and returns a function that performs the call, or None if
-        there are too few items. Returns the result of this function. Returns None without a sample
-        if there are too few items or the rate limiter rejects the sample.
+        Args:
+            num_items: Number of items.
+            is_push: True to push items, False to sample items.
+            prepare: Function that checks the arguments, called with the lock held. It returns a
+                function that performs the call, or None if there are too few items.
+
+        Returns:
+            The result of the function that performs the call. None if there are too few items to
+            sample, or if the limiter rejects the sample.
         """
         if self.rate_limiter is not None:
-            results = together({self: num_items}, is_push, lambda: [prepare()])
+            results = call_when_admitted({self: num_items}, is_push, lambda: [prepare()])
             return None if results is None else results[0]
         with self._lock:
             self._check_open(is_push)
@@ -352,7 +362,7 @@ class ManagedBuffer(Store):
 
         `items_at` copies items by their ages `[n]`; age 0 is the oldest item.
         """
-        ages = request.among(num_items)
+        ages = request.ages(num_items)
         if request.size == 0:
             return list
         num_needed = 1 if request.replace else request.size
@@ -380,7 +390,7 @@ class ManagedBuffer(Store):
         return {UNIQUE_ID: [f"{prefix}{row}" for row in ids.tolist()], SLOT: slots.tolist()}
 
     def _rows_of(self, unique_ids: Any) -> list[int]:
-        """Return the row number in each of one or several unique ids; [] for None.
+        """Return the row numbers in `unique_ids`, which is one id, several ids or None.
 
         Raises:
             UnknownNameError: An id belongs to another buffer.
@@ -451,12 +461,13 @@ def locked(buffers: Iterable[ManagedBuffer]) -> ExitStack:
         return stack.pop_all()
 
 
-def attempt(
+def call_if_admitted(
     numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
 ) -> tuple[list[Any] | None, ManagedBuffer | None]:
-    """Push to the buffers in `numbers`, or sample from them, if all their limiters admit it now.
+    """Push to several buffers, or sample from them, if all of their limiters admit it at once.
 
-    If nothing is done, the counts of the limiters are restored before the locks are released.
+    Nothing happens if a limiter rejects its items or delays them, or if there are too few items.
+    The counts of all limiters are then restored before the locks are released.
 
     Args:
         numbers: Number of items by buffer.
@@ -465,8 +476,8 @@ def attempt(
             each buffer, a function that performs the call, or None if there are too few items.
 
     Returns:
-        (results, refusing). Results by buffer, or None if nothing was done; and the buffer whose
-        limiter rejects the items, or None.
+        (results, refusing). `results` are the results in the order of `numbers`, or None if nothing
+        was done. `refusing` is the buffer whose limiter did not admit its items, or None.
     """
     with locked(numbers) as stack:
         undo = stack.enter_context(ExitStack())
@@ -490,11 +501,12 @@ def attempt(
     return results, None
 
 
-def together(
+def call_when_admitted(
     numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
 ) -> list[Any] | None:
-    """Call `attempt` until all limiters admit the items, and return the results.
+    """Push to several buffers, or sample from them, as soon as all of their limiters admit it.
 
+    The arguments are those of `call_if_admitted`. Returns the results in the order of `numbers`.
     Returns None if there are too few items to sample, or if a limiter rejects a sample.
 
     Raises:
@@ -503,14 +515,15 @@ def together(
     """
     start_s = time.monotonic()
     while True:
-        results, refusing = attempt(numbers, is_push, prepare)
+        results, refusing = call_if_admitted(numbers, is_push, prepare)
         if refusing is None:
             return results
-        if refusing.passes(numbers[refusing], is_push, start_s):
+        if refusing.wait_until_admitted(numbers[refusing], is_push, start_s):
             continue
         if is_push:
             raise RateLimitedError(
                 f"the rate limiter of buffer {refusing.name!r} rejects {numbers[refusing]} items, "
-                "since too few were sampled. Sample first, or increase the tolerance."
+                "since too few items were sampled. Sample first, or increase `tolerance` of the "
+                "limiter."
             )
         return None

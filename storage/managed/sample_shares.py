@@ -55,9 +55,10 @@ def share_out_sample(
     rounded to integers by `whole_weights`.
 
     Returns:
-        A uniform permutation of all items, numbered buffer after buffer, and the number of items by
-        name. After the permutation, the probability that a position has an item of a buffer is the
-        buffer's share. Names with share 0 are omitted.
+        (order, counts). `counts` is the number of items by buffer name, without the names of share
+        0. Suppose that the samples of the buffers are concatenated in this order. Then `order` is a
+        random permutation of the `size` items. In the permuted sample, each position has an item of
+        a buffer with the probability of the buffer's share.
     """
     shares = {name: share for name, share in ratio.items() if share > 0}
     # The number of bits is limited, so that `size` times the sum of the shares fits into int64.
@@ -91,7 +92,7 @@ def share_out_update(
     priorities = info.get("priority")
     values = ids if priorities is None else listed(priorities)
     if len(values) != len(ids):
-        raise UsageError(f"{len(values)} priorities are given for {len(ids)} ids.")
+        raise UsageError(f"info must have one priority per id, got {len(values)} for {len(ids)}.")
     parts: dict[str, dict[str, Any]] = {}
     for unique_id, value in zip(ids, values, strict=True):
         name, _ = split_unique_id(unique_id)

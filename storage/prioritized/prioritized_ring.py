@@ -1,9 +1,10 @@
 """`PrioritizedRing`: priorities and limits of the rows of a ring, and draws by priority.
 
-The weight of a row is `priority ** alpha`, or 0 for a row that must not be drawn. The id of a row
-is its key in the `RingStore` (`RingStore.key`). The position of a row is its cell index in
-`ring_store.cells`. The id at a position follows from the number of written rows. The caller holds
-the lock. Large arrays start as zeros, which take no memory before they are written.
+The weight of a row is `priority ** alpha`, or 0 for a row that must not be drawn. A row has an id
+and a position: its key in the `RingStore` (`RingStore.key`), and the index of its cell
+(`ring_store.cells`). Ids are not stored, since the number of written rows determines the id of the
+row at each position. The caller holds the lock. Large arrays start as zeros, which take no memory
+before they are written.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from .sum_tree import MinTree, SumTree, least_positive
 
 #: Upper limit of the sum of all weights, far below the largest float64.
 _MAX_SUM = 1e300
-#: Least importance weight, and least weight of a priority above 0. Neither is rounded to 0.
+#: Lower limits of importance weights and of the weights of priorities above 0. With the limits,
+#: none of these numbers is rounded to 0.
 _LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float64).tiny
-#: Largest alpha with which every priority above 0 has a weight far above `_LEAST_WEIGHT`.
+#: Up to this alpha, the weight of the least float64 above 0 exceeds `_LEAST_WEIGHT`, so weights
+#: need no comparison with the limit.
 _LARGEST_SAFE_ALPHA = 0.9
 #: Iteration of a row without a known iteration of collection; such a row is never stale.
 UNKNOWN = (1 << 62) - 1
@@ -74,9 +77,10 @@ class Draw(NamedTuple):
 
 
 class _OldestTree(MinTree):
-    """Tree of the least iteration. Numbers are `iteration - _MAX_ITERATION`, or 0 if unknown.
+    """Tree of the iterations of collection, which finds the rows with the least iterations.
 
-    Known iterations are thus below 0, and unknown iterations never determine a minimum.
+    The number of a row is `iteration - _MAX_ITERATION`, which is below 0. The number of a row with
+    an unknown iteration is 0, so the tree never finds the row.
     """
 
     NEUTRAL = 0.0
@@ -98,10 +102,10 @@ class PrioritizedRing:
         priorities: `[num_slots * num_lanes]` float64, before the exponent.
         num_draws: Number of draws so far, which determines `beta`.
 
-    On a CUDA device the host does not wait for checks of priorities. A priority on the device that
-    is negative, not finite or too large is skipped; a later draw or update raises the error. If a
-    draw found no row with a weight above 0, a later draw or update raises the error. No error is
-    lost: the device keeps the results until they are copied to the host.
+    On a CUDA device the host does not wait for the checks of a call. The device skips priorities
+    that are negative, not finite or too large, and counts them. It also notes draws that found no
+    weight above 0. When these numbers have arrived on the host, the next draw or update raises an
+    error. No error is lost: the device keeps the numbers until they are copied to the host.
     """
 
     @lasting
@@ -127,40 +131,42 @@ class PrioritizedRing:
         self._largest: Any = (
             1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
         )
-        #: On the CPU, number of updates of removed rows. On a device, number of updates of all
-        #: rows, from which `num_dead_updates` subtracts `_totals[0]`.
+        #: On the CPU, number of updates of removed rows. On a device, number of all updates of
+        #: rows: only the device has the number of live rows among them, `_totals[0]`.
         self._num_dead = 0
-        #: Numbers on a device that are copied to the host together: the totals, and the least
-        #: weight above 0 that each draw since the last copy found, inf if it found none.
+        #: Numbers on a device that are copied to the host together: `_totals`, then one number per
+        #: draw since the last copy. It is the least weight above 0, or inf if all weights were 0.
         self._report = torch.zeros(2 + _DRAWS_PER_REPORT, dtype=torch.float64, device=device)
-        #: Number of updates of live rows, and number of valid priorities of all calls whose
-        #: priorities only the device has checked.
+        #: Number of updates of live rows. Number of valid priorities among the priorities that
+        #: only the device has checked.
         self._totals = self._report[:2]
         self._least_weights = self._report[2:]
         #: Number of draws since the last copy of the report.
         self._num_unsent = 0
-        #: Number of priorities that only the device has checked, and number of invalid priorities
-        #: of which an error was raised.
+        #: Number of priorities that only the device has checked. Number of invalid priorities
+        #: among them that an error has reported.
         self._num_unchecked = 0
         self._num_invalid = 0
-        #: Priority of skipped entries on a device, whose sum with `rule.eps` is 0.
+        #: Priority of skipped entries on a device; see `_num_leaves`. It becomes 0 when `rule.eps`
+        #: is added.
         self._minus_eps = torch.full((1,), -rule.eps, dtype=torch.float64, device=device)
-        #: Number of rows per lane that were ever written, and number of valid rows, which is None
-        #: if only the device has this number.
+        #: Number of rows per lane that were ever written. Number of valid rows; None if only the
+        #: device has this number.
         self._total = 0
         self._num_valid: int | None = 0
         self._weights = SumTree(self._num_places, device)
-        #: Number of leaves. A device has one more leaf, of weight 0, to which skipped entries are
-        #: written.
+        #: Number of leaves. A device has one more leaf, of weight 0. Entries of a call that must
+        #: change no row are skipped: they are written to this leaf. Selecting the other entries
+        #: would make the host wait.
         self._num_leaves = self._num_places + (not self._is_on_cpu)
         #: Largest priority of a row with which the sum of all weights stays below `_MAX_SUM`.
         self._largest_priority = rule.largest_priority(_MAX_SUM / self._num_places)
         all_priorities = filled((self._num_leaves,), 0, torch.float64, device)
         self.priorities = all_priorities[: self._num_places]
-        self._counts = filled((self._num_places,), 0, torch.bool, device)
+        self._is_valid = filled((self._num_places,), 0, torch.bool, device)
         self._own_priorities = own(all_priorities)
-        self._own_counts = own(self._counts)
-        #: On a device: whether some weight may be above 0.
+        self._own_is_valid = own(self._is_valid)
+        #: On a device, whether a weight was above 0 when the host last knew.
         self._has_mass = False
         self._has_limits = limits is not None
         self._columns = _COLUMNS | _USE_COLUMNS if self._has_limits else _COLUMNS
@@ -169,11 +175,11 @@ class PrioritizedRing:
         self._max_staleness = inf if limits.max_staleness is None else limits.max_staleness
         #: Number of draws of the row at each position; None until a caller needs these numbers.
         self._uses: torch.Tensor | None = None
-        #: Positions of drawn rows that `_uses` does not count yet.
+        #: Positions of drawn rows that are not counted in `_uses` yet, and their number.
         self._used: list[torch.Tensor] = []
         self._num_used = 0
-        #: Iterations of collection, XOR `UNKNOWN`, so that 0 means unknown. None until the
-        #: iteration of a row is known.
+        #: Iteration of collection of the row at each position, XOR `UNKNOWN`. With XOR, memory of
+        #: zeros means that all iterations are unknown. None until an iteration is known.
         self._flipped_collected: torch.Tensor | None = None
         # On the CPU, the column takes no memory for pages of rows that are never drawn.
         if self._has_limits and (self._is_on_cpu or not isinf(self._max_use)):
@@ -182,7 +188,7 @@ class PrioritizedRing:
 
     def __len__(self) -> int:
         """Return the number of valid rows. If rows were dropped on a device, the host waits."""
-        return int(self._counts.sum()) if self._num_valid is None else self._num_valid
+        return int(self._is_valid.sum()) if self._num_valid is None else self._num_valid
 
     @property
     def max_priority(self) -> float:
@@ -210,9 +216,9 @@ class PrioritizedRing:
         return cells(ids, self._num_slots, self._num_lanes)
 
     @writes_in_order
-    def those_that_count(self, places: torch.Tensor) -> torch.Tensor:
+    def valid_places(self, places: torch.Tensor) -> torch.Tensor:
         """Return the positions in `places` that have a valid row, in the same order."""
-        valid: torch.Tensor = places[self._counts[places]]
+        valid: torch.Tensor = places[self._is_valid[places]]
         return valid
 
     # Adding and removing rows.
@@ -230,8 +236,8 @@ class PrioritizedRing:
         Args:
             ids: `[n]` int64, of different positions.
             total: Rows per lane that were ever written, the new rows included.
-            priorities: Result of `checked`: priorities `[n]` and their maximum. None: new rows get the
-                largest priority so far.
+            priorities: Result of `checked`: priorities `[n]` and their maximum. None: new rows get
+                the largest priority so far.
             collected: `[n]` int64, learner iterations in which the rows were collected; None if
                 unknown.
         """
@@ -247,10 +253,10 @@ class PrioritizedRing:
                 )
             self._set(own(places), *priorities)
             assert self._num_valid is not None
-            self._num_valid += len(ids) - int(self._counts[places].sum())
+            self._num_valid += len(ids) - int(self._is_valid[places].sum())
         else:
             self._register_on_device(places, priorities)
-        self._counts.index_fill_(0, places, True)
+        self._is_valid.index_fill_(0, places, True)
         if self._uses is not None:
             self._count_uses().index_fill_(0, places, 0)
         if collected is not None:
@@ -258,8 +264,8 @@ class PrioritizedRing:
         elif self._flipped_collected is not None:
             self._flipped_collected.index_fill_(0, places, 0)
         if self._oldest is not None:
-            whens = torch.zeros_like(ids) if collected is None else _since_first(collected)
-            self._oldest.write(places, whens.double())
+            tree_numbers = torch.zeros_like(ids) if collected is None else _tree_numbers(collected)
+            self._oldest.write(places, tree_numbers.double())
 
     def _register_on_device(
         self, places: torch.Tensor, priorities_and_largest: tuple[Any, float | None] | None
@@ -267,10 +273,10 @@ class PrioritizedRing:
         if priorities_and_largest is None:
             self._set(places, self._largest.expand(len(places)), None)
         else:
-            is_right = self._is_right(priorities_and_largest[0])
-            priorities = torch.where(is_right, priorities_and_largest[0], self._largest.view(1))
+            is_accepted = self._are_accepted(priorities_and_largest[0])
+            priorities = torch.where(is_accepted, priorities_and_largest[0], self._largest.view(1))
             self._set(places, priorities, priorities.max())
-            self._totals[1].add_(is_right.sum())
+            self._totals[1].add_(is_accepted.sum())
             self._num_unchecked += len(places)
             self._send_report()
         if self._num_valid is not None:
@@ -278,40 +284,40 @@ class PrioritizedRing:
 
     @writes_in_order
     def renew(
-        self, ids: torch.Tensor, counts: torch.Tensor, dropped: torch.Tensor, total: int
+        self, ids: torch.Tensor, is_drawable: torch.Tensor, dropped: torch.Tensor, total: int
     ) -> None:
-        """Allow draws of some of `[n]` new rows. Remove the other new rows and some older rows.
+        """Replace rows by `[n]` new rows of which only some may be drawn. Remove some older rows.
 
         Args:
             ids: `[n]` int64, ids of the new rows, of different positions.
-            counts: `[n]` bool, whether each new row may be drawn.
+            is_drawable: `[n]` bool, whether each new row may be drawn.
             dropped: `[m]` int64, ids of the older rows to remove.
             total: Rows per lane that were ever written, the new rows included.
         """
         if self._is_on_cpu:
             self.drop(self.places(torch.cat([ids, dropped])))
-            self.register(ids[counts], total)
+            self.register(ids[is_drawable], total)
             return
         self._total = total
         self._num_valid = None
         places = self.places(ids)
-        self._set(places, self._largest.expand(len(ids)), None, counts)
-        self._counts[places] = counts
+        self._set(places, self._largest.expand(len(ids)), None, is_drawable)
+        self._is_valid[places] = is_drawable
         dropped_places = self.places(dropped)
-        self._counts.index_fill_(0, dropped_places, False)
+        self._is_valid.index_fill_(0, dropped_places, False)
         self._weights.put(dropped_places, 0.0)
 
     @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
         """Remove the rows at `[n]` positions. Return the positions of removed rows, each once."""
-        valid: torch.Tensor = torch.unique(self.those_that_count(places))
+        valid: torch.Tensor = torch.unique(self.valid_places(places))
         if len(valid):
             if self._is_on_cpu:
                 assert self._num_valid is not None
                 self._num_valid -= len(valid)
             else:
                 self._num_valid = None
-            self._counts[valid] = False
+            self._is_valid[valid] = False
             self._weights.put(own(valid), 0.0)
             if self._oldest is not None:
                 self._oldest.put(own(valid), 0.0)
@@ -330,7 +336,7 @@ class PrioritizedRing:
     def clear(self) -> None:
         """Remove all rows; reset the largest priority to 1 and the number of draws to 0."""
         self._weights.clear()
-        self._counts.zero_()
+        self._is_valid.zero_()
         self._total = 0
         self._num_valid = 0
         self.num_draws = 0
@@ -347,16 +353,17 @@ class PrioritizedRing:
     def has_mass(self, among: torch.Tensor | None) -> bool:
         """Return whether a row at the positions `among` has a weight above 0. None means all rows.
 
-        On a device the answer for all rows may be out of date.
+        On a device the host remembers True for all rows, since asking would wait. If all rows were
+        removed meanwhile, a draw notes this on the device, and a later call raises the error.
         """
         if among is None and not self._is_on_cpu:
-            return self._has_mass or self._look_for_mass()
+            return self._has_mass or self._check_mass()
         if among is None:
             return bool(self._weights.least() < inf)
         return bool((self._weights.read(among) > 0).any())
 
     @writes_in_order
-    def _look_for_mass(self) -> bool:
+    def _check_mass(self) -> bool:
         """Wait for the device and return whether some weight is above 0."""
         self._has_mass = bool(self._weights.total() > 0)
         return self._has_mass
@@ -367,8 +374,9 @@ class PrioritizedRing:
     ) -> Draw | None:
         """Draw rows, one per interval of equal mass. Return None if all weights are 0.
 
-        The importance weight of a row with probability P is (P / P_min) ** -beta. The caller first
-        raises the errors that have arrived: a draw in several rings must raise before it draws.
+        The importance weight of a row with probability P is `(P / P_min) ** -beta`, where P_min is
+        the least probability above 0 of a row. This method raises no errors of earlier calls. The
+        caller raises them first, so that a call for several rings raises before the first draw.
 
         Args:
             num_draws: Number of draws.
@@ -403,11 +411,11 @@ class PrioritizedRing:
         return Draw(tensor_of(places), tensor_of(ids), importance)
 
     def _importance(self, least: Any, weights: Any) -> Any:
-        """Compute `(weights / least) ** -beta` in the form `(least / weights) ** beta`.
+        """Return the importance weights `(weights / least) ** -beta` of drawn rows.
 
-        The quotient `weights / least` could overflow. A draw on a device may have replaced a row of
-        weight 0 by the row of the least weight. Then `least / weights` is infinite and the result
-        is 1, which is right for the least weight.
+        They are computed as `(least / weights) ** beta`, since `weights / least` may overflow. On a
+        device, `weights` is 0 for a drawn row that was replaced by the row of the least weight; see
+        `SumTree`. Its quotient is infinite and its result 1, as for the least weight.
         """
         if self._is_on_cpu:
             return ((least / weights) ** self.beta).clip(_LEAST_IMPORTANCE, 1.0)
@@ -418,9 +426,9 @@ class PrioritizedRing:
     def use(self, places: torch.Tensor) -> torch.Tensor | None:
         """Count one use of the row at each of `[n]` positions.
 
-        Returns the positions of rows that reached `max_use`.
-        Returns None if there is no limit. On a device without `max_use`, uses are counted from the
-        first call of `uses_with` on. The tensor `places` is kept. The caller must not change it.
+        Returns the positions of rows that reached `max_use`; None without this limit. The ring
+        keeps the tensor `places`, so the caller must not change it. On a device without `max_use`,
+        counting starts with the first call of `uses_with`.
         """
         return None if self._uses is None else self._use(places)
 
@@ -448,7 +456,7 @@ class PrioritizedRing:
 
     @lasting
     def _iterations(self) -> torch.Tensor:
-        """Return the column of iterations, XOR `UNKNOWN`; allocate it at the first call."""
+        """Return `_flipped_collected`, which is allocated at the first call."""
         if self._flipped_collected is None:
             self._flipped_collected = filled((self._num_places,), 0, torch.int64, self.device)
         return self._flipped_collected
@@ -457,10 +465,8 @@ class PrioritizedRing:
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
         """Return the number of uses of each of `[n]` drawn rows, including the current draw.
 
-        `use` counts the current draw later.
-
-        Copies of a row are consecutive in `places`; each copy counts one use more than the previous
-        copy.
+        Call this before `use` counts the current draw. Copies of a row are consecutive in `places`.
+        Each copy has one use more than the previous copy.
         """
         counts = torch.unique_consecutive(places, return_counts=True)[1]
         firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -479,19 +485,21 @@ class PrioritizedRing:
     # Priorities.
 
     def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float | None]:
-        """Check priorities; return them as `[num_rows]` float64, and their maximum.
-
-        Raises the errors of earlier calls that have arrived, before the caller changes a row.
+        """Check priorities and return them with their maximum.
 
         Args:
-            priorities: `[num_rows]` numbers of any type, or one number for all rows. Values on a
-                device are not checked here and keep a floating dtype; their maximum is returned as
-                None.
+            priorities: `[num_rows]` numbers of any type, or one number for all rows.
             num_rows: Number of rows.
+
+        Returns:
+            (priorities, largest). Priorities that are on the host become float64 `[num_rows]`, and
+            `largest` is their maximum. Priorities on a device are not checked here and keep a
+            floating dtype, and `largest` is None.
 
         Raises:
             UsageError: A priority is negative, not finite or too large to be summed, or the number
-                of priorities is wrong. Or an error of an earlier call has arrived.
+                of priorities is wrong. Or an error of an earlier call has arrived; it is raised
+                before the caller changes a row.
         """
         self._order.deferred.raise_arrived()
         try:
@@ -517,7 +525,7 @@ class PrioritizedRing:
         if values.ndim and values.shape != (num_rows,):
             if prod(values.shape) != num_rows:
                 raise UsageError(
-                    f"priorities has shape {list(values.shape)}, expected [{num_rows}]."
+                    f"priorities have shape {list(values.shape)}, expected [{num_rows}]."
                 )
             values = values.reshape(num_rows)
         if not num_rows:
@@ -572,7 +580,7 @@ class PrioritizedRing:
         # If all written rows are valid, skip this check: for 4096 of 10^6 rows it takes 4 % of the
         # time of a draw and its update.
         if self._num_valid < num_written:
-            is_live &= self._own_counts[places]
+            is_live &= self._own_is_valid[places]
         num_live = int(self._library.count_nonzero(is_live))
         if num_live < len(ids):
             self._num_dead += len(ids) - num_live
@@ -588,7 +596,8 @@ class PrioritizedRing:
     ) -> torch.Tensor:
         stop = self._total * self._num_lanes
         start = stop - min(self._total, self._num_slots) * self._num_lanes
-        #: Whether a row is live, whether its priority is valid, and whether both are true.
+        # Flags of each entry: whether its row is live, whether its priority is valid, and whether
+        # both hold. If the host has checked the priorities, there is only the first flag.
         flags = torch.empty(
             (1 if is_checked else 3, len(ids)), dtype=torch.bool, device=self.device
         )
@@ -597,9 +606,9 @@ class PrioritizedRing:
         torch.eq(ids.clamp(start, stop - 1), ids, out=is_live)
         places = self.places(ids)
         if self._num_valid is None or not self._total:
-            is_live &= self._counts.index_select(0, places)
+            is_live &= self._is_valid.index_select(0, places)
         if not is_checked:
-            self._is_right(priorities, flags[1])
+            self._are_accepted(priorities, flags[1])
             torch.logical_and(is_live, flags[1], out=is_written)
         totals = flags.sum(1)
         counted = totals[:2]
@@ -615,11 +624,13 @@ class PrioritizedRing:
             order = self._weights.numbers(len(ids))
             priorities = last_copies(places, priorities + self.rule.eps, self._num_leaves, order)
             # With alpha 0, the priority 0 of skipped entries would have the weight 0 ** 0 = 1.
-            may_count = None if self.rule.alpha else places < self._num_places
-            self._set(places, priorities, largest, may_count)
+            is_drawable = None if self.rule.alpha else places < self._num_places
+            self._set(places, priorities, largest, is_drawable)
         return totals[-1]
 
-    def _is_right(self, priorities: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _are_accepted(
+        self, priorities: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return whether each priority is finite, >= 0 and small enough to sum: `[n]` bool."""
         largest = min(
             self._largest_priority - self.rule.eps, torch.finfo(priorities.dtype).max, _LARGEST
@@ -628,12 +639,12 @@ class PrioritizedRing:
 
     @writes_in_order
     def send_draws(self) -> None:
-        """Start to copy the results of draws that were not copied yet, on a device."""
+        """Start to copy `_report` to the host if draws on a device were not reported yet."""
         if self._num_unsent:
             self._send_report()
 
     def _send_report(self) -> None:
-        """Start to copy the results of all earlier draws and updates on a device."""
+        """Start to copy `_report` to the host; `_read_report` receives the numbers later."""
         read = partial(self._read_report, self._num_unchecked, self._num_unsent)
         self._order.deferred.note(self._report, read)
         self._num_unsent = 0
@@ -641,10 +652,10 @@ class PrioritizedRing:
     def _read_report(
         self, num_unchecked: int, num_draws: int, report: list[float]
     ) -> UsageError | None:
-        """Return the error that the report of the device shows; None if earlier calls were valid.
+        """Return the error that a copy of `_report` shows; None if earlier calls were valid.
 
         Args:
-            num_unchecked: Number of priorities that only the device had checked.
+            num_unchecked: `_num_unchecked` at the start of the copy.
             num_draws: Number of draws in the report.
             report: Numbers of `_report`.
         """
@@ -666,23 +677,23 @@ class PrioritizedRing:
         return UsageError(" ".join(texts)) if texts else None
 
     def _set(
-        self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None
+        self, places: Any, priorities: Any, largest: Any, is_drawable: torch.Tensor | None = None
     ) -> None:
         """Set the priorities and weights of `[n]` rows.
 
         Args:
-            places: `[n]` positions of the rows.
-            priorities: `[n]` checked priorities. On a device, entries of one position must be
-                equal. On the CPU the last entry of a position stays.
+            places: `[n]` positions of the rows; on a device, `num_places` for skipped entries.
+            priorities: `[n]` checked priorities. If a position is repeated, its last priority stays
+                on the CPU; on a device its priorities must be equal.
             largest: Maximum of `priorities`; None if it is not above the largest priority so far.
-            counts: `[n]` bool, only on a device: whether each row may be drawn. Other rows get the
-                weight 0. Entries at the position after the last row must get the weight 0 too.
+            is_drawable: `[n]` bool, only on a device: whether each row may be drawn. Other rows get
+                the weight 0. None: all rows; skipped entries must then have the priority 0.
         """
         weights = self.rule.weights(priorities)
         if self.rule.alpha > _LARGEST_SAFE_ALPHA:
             weights = weights.clip(min=priorities.clip(max=_LEAST_WEIGHT))
-        if counts is not None:
-            weights = torch.where(counts, weights, 0.0)
+        if is_drawable is not None:
+            weights = torch.where(is_drawable, weights, 0.0)
         self._own_priorities[places] = priorities
         self._weights.put(places, weights)
         if self._is_on_cpu:
@@ -704,7 +715,7 @@ class PrioritizedRing:
             "weights": self._weights.leaves_view()[first].clone(),
             "priorities": self.priorities[first],
         }
-        tensors |= {"row_ids": torch.where(self._counts[first], self._ids(num_places), _NO_ROW)}
+        tensors |= {"row_ids": torch.where(self._is_valid[first], self._ids(num_places), _NO_ROW)}
         if self._has_limits:
             zeros = torch.zeros(num_places, dtype=torch.int64, device=self.device)
             flipped = zeros if self._flipped_collected is None else self._flipped_collected[first]
@@ -739,25 +750,17 @@ class PrioritizedRing:
                     f"{name} of the state must be finite and >= 0, got {numbers[name]!r}."
                 )
         self._total = checked_count(numbers, "total", 0, UNKNOWN // self._num_lanes)
-        weights = tensors["weights"]
-        row_ids = tensors["row_ids"]
-        counts = row_ids != _NO_ROW
-        if not bool((torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | counts)).all()):
-            raise SchemaError(
-                "weights of the state must be finite and >= 0, and 0 where there is no row."
-            )
-        if not bool(((row_ids == self._ids(num_places)) | ~counts).all()):
-            raise SchemaError("row_ids of the state do not match the slots of the rows.")
-        self._weights.rebuild(weights)
+        is_valid = tensors["row_ids"] != _NO_ROW
+        self._check_rows(tensors, is_valid)
+        self._weights.rebuild(tensors["weights"])
         self.priorities[:num_places] = tensors["priorities"]
         self._set_numbers(float(numbers["max_priority"]), int(numbers["num_dead_updates"]))
         self.num_draws = int(numbers["num_draws"])
-        self._counts[:num_places] = counts
-        self._num_valid = int(counts.sum())
-        if (
-            not self._is_on_cpu
-            and self._num_valid < min(self._total, self._num_slots) * self._num_lanes
-        ):
+        self._is_valid[:num_places] = is_valid
+        self._num_valid = int(is_valid.sum())
+        num_written = min(self._total, self._num_slots) * self._num_lanes
+        # None makes updates on a device check which rows are valid; see `_update_on_device`.
+        if not self._is_on_cpu and self._num_valid < num_written:
             self._num_valid = None
         if "uses" in self._columns:
             if bool(tensors["uses"].any()):
@@ -766,8 +769,23 @@ class PrioritizedRing:
                 self._iterations()[:num_places] = tensors["collected"] ^ UNKNOWN
             if self._oldest is not None:
                 self._oldest.rebuild(
-                    torch.where(counts, _since_first(tensors["collected"]), 0).double()
+                    torch.where(is_valid, _tree_numbers(tensors["collected"]), 0).double()
                 )
+
+    def _check_rows(self, tensors: Mapping[str, torch.Tensor], is_valid: torch.Tensor) -> None:
+        """Raise `SchemaError` if the weights or ids of a loaded state are impossible."""
+        weights = tensors["weights"]
+        row_ids = tensors["row_ids"]
+        are_possible = torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | is_valid)
+        if not bool(are_possible.all()):
+            raise SchemaError(
+                "weights of the state must be finite and >= 0, and 0 at positions without a row."
+            )
+        if not bool(((row_ids == self._ids(len(row_ids))) | ~is_valid).all()):
+            raise SchemaError(
+                "row_ids of the state must be the ids of the newest rows at their positions, and "
+                f"{_NO_ROW} at positions without a row."
+            )
 
     def _set_numbers(self, largest: float, num_dead: int) -> None:
         if self._is_on_cpu:
@@ -780,24 +798,24 @@ class PrioritizedRing:
     def check_valid(self) -> tuple[bool, str]:
         """Check the invariants: return (whether all hold, description of the first violation)."""
         weights = self._weights.leaves_view()
-        if bool((weights[~self._counts] > 0).any()):
-            return False, "a row that is gone has a weight"
-        if int(self._counts.sum()) != len(self):
+        if bool((weights[~self._is_valid] > 0).any()):
+            return False, "a removed row has a weight above 0"
+        if int(self._is_valid.sum()) != len(self):
             return False, "the count is not the number of rows"
-        if bool((self._ids(self._num_places)[self._counts] < 0).any()):
-            return False, "a row that was never written counts"
+        if bool((self._ids(self._num_places)[self._is_valid] < 0).any()):
+            return False, "a row that was never written is valid"
         least = float(least_positive(weights))
         if float(self._weights.least()) != least:
             return False, f"the least weight is {least}, not {self._weights.least()}"
         return self._weights.check_valid()
 
     def _ids(self, num_places: int) -> torch.Tensor:
-        """Return the ids at the first `num_places` positions; below 0 where no row was written."""
+        """Return the ids at the first `num_places` positions; below 0 without a written row."""
         places = torch.arange(num_places, device=self.device)
         ids: torch.Tensor = keys_in(places, self._total, self._num_slots, self._num_lanes)
         return ids
 
 
-def _since_first(collected: torch.Tensor) -> torch.Tensor:
-    """Convert `[n]` iterations to the numbers of an `_OldestTree`. `UNKNOWN` becomes 0."""
+def _tree_numbers(collected: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of an `_OldestTree` for `[n]` iterations; `UNKNOWN` becomes 0."""
     return collected.clamp(-_MAX_ITERATION, _MAX_ITERATION) - _MAX_ITERATION

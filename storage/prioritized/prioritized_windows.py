@@ -129,7 +129,8 @@ class PrioritizedWindows(RowFront, Store):
             BufferEmptyError: The buffer has no complete window.
         """
         arguments.whole("num_windows", num_windows, 1)
-        with self._lock, self._order.writes:  # A draw writes memory that later draws reuse.
+        # A draw counts as a write, since all draws share the working memory of the tree.
+        with self._lock, self._order.writes:
             self._order.deferred.raise_arrived()
             ring = self._rows.ring
             drawn = self._windows.draw(num_windows, self._rows.generator)
@@ -276,8 +277,8 @@ def sequence_priorities(
         arguments.instance("mask", mask, "a tensor [S, L]", torch.Tensor)
     if errors.dim() != 2 or (mask is not None and mask.shape != errors.shape):
         raise UsageError(
-            "errors must have shape [S, L], and mask the shape of errors, got "
-            f"{[list(x.shape) for x in (errors, mask) if x is not None]}."
+            f"errors and mask must have the same shape [S, L], got {list(errors.shape)} and "
+            f"{None if mask is None else list(mask.shape)}."
         )
     sizes = errors.detach().abs()
     counts = torch.ones_like(sizes) if mask is None else mask.to(sizes.dtype)

@@ -1,9 +1,9 @@
 """Powers of priorities with equal bits on every processor, so that draws are reproducible.
 
 The last bits of `pow` differ between processors, and even between positions of one array. So a
-power is rounded to 33 of its 53 bits. Rounding does not remove the difference of a power next to
-the midpoint of two rounded numbers. Such powers, one in 65,000, are computed with 40 decimal
-digits.
+power is rounded to 33 of its 53 bits. If a power is almost exactly between two rounded numbers,
+two processors may still round it to different numbers. Such powers, one in 65,000, are computed
+with 40 decimal digits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rounded_power(base: Floats, exponent: float) -> Floats:
 
     Args:
         base: `[n]`, finite and >= 0; no power may overflow.
-        exponent: Finite and >= 0; 1 rounds nothing.
+        exponent: Finite and >= 0. With the exponent 1, the result is `base` without rounding.
     """
     if exponent == 1:
         unrounded: Floats = base.copy()

@@ -80,7 +80,7 @@ class SegmentTree:
         values = numbers("value", value).to(self.device, torch.float64)
         if values.dim() and values.shape != wanted.shape:
             raise UsageError(
-                f"values has shape {list(values.shape)}, expected [] or {list(wanted.shape)}."
+                f"values have shape {list(values.shape)}, expected [] or {list(wanted.shape)}."
             )
         is_sum = isinstance(self._tree, SumTree)
         wrong = ~torch.isfinite(values) if is_sum else torch.isnan(values)

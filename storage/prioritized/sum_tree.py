@@ -8,17 +8,17 @@ A sum is the last element of a running sum from left to right. Its result does n
 vector width of the processor or the number of threads, unlike `torch.sum` and `np.add.reduce`.
 
 A draw computes the running sum of all blocks, and the running sum of one block per draw. On other
-devices than the CPU each block is one leaf, since a running sum of all leaves takes one launch.
+devices than the CPU each block is one leaf, since one kernel computes the running sum of all
+leaves.
 
 Time of a sample and an update of `AdvancedReplayBuffer` with 10^6 rows, in batches of 32, 256 and
 4096, in microseconds (one thread, shortest of many calls in one run):
 
     blocks of 32 leaves (two levels)                 288    385    1722
     blocks of 64 leaves (two levels)                 273    413    3020
-    three levels of 16, with a search per stratum    239    331    1530
+    three levels of 16, with a search per draw       239    331    1530
 
-The third row counted bytes instead of comparing, and found the least weight from marked blocks. It
-needed 150 lines more.
+Three levels are not used, since the faster tree needed 150 lines more.
 
 Small calls take as long as their number of operations. So on the CPU the code uses numpy arrays
 (`own` in `core/memory.py`). Variables named `own_...` share the memory of the tensor.
@@ -37,8 +37,8 @@ from ..core.memory import filled, last_copies, lasting, own, tensor_of
 
 #: Minimum number of leaves per block on the CPU.
 _MIN_WIDTH = 16
-#: Maximum number of blocks on the CPU, divided by the number of leaves per block. A draw adds up
-#: all blocks, but the leaves of only one block per draw.
+#: Maximum number of blocks per leaf of a block, on the CPU. A call adds up all blocks once, and the
+#: leaves of one block per draw, so there may be many more blocks than leaves in a block.
 _BLOCKS_PER_LEAF = 1 << 10
 #: Maximum number of sizes of calls (draws, updates, additions of rows) whose memory is kept.
 _MAX_MEMORIES = 4
@@ -52,7 +52,7 @@ class DrawnWeights(NamedTuple):
     Attributes:
         places: `[n]` int64, drawn indices: an array on the CPU, else a tensor.
         weights: `[n]` float64, weights of the indices: an array on the CPU, else a tensor. On a
-            device, the weight of a replaced index is 0.
+            device, the weight is 0 where an index of weight 0 was replaced; see `SumTree`.
         least: Least weight above 0 of the tree: a float on the CPU, else a 0-d tensor.
     """
 
@@ -110,7 +110,8 @@ class BlockTree:
             while self.width**2 * _BLOCKS_PER_LEAF < num_leaves:
                 self.width *= 2
         else:
-            num_leaves += 1  # The target of writes that must change no number.
+            # `put` writes to an additional leaf if an entry must change no number.
+            num_leaves += 1
         self._num_blocks = -(-num_leaves // self.width)
         self._leaves = self._filled(self._num_blocks * self.width)
         self._blocks = self._leaves.view(-1, self.width)
@@ -219,9 +220,10 @@ class BlockTree:
         self._own_tops[block] = self._reduced(rows)
 
     def _gathered(self, block: Any) -> _Memory:
-        """Copy the leaves of `[n]` blocks to the rows of memory for n draws or writes."""
+        """Copy the leaves of `[n]` blocks to `rows` of the reused memory, and return the memory."""
         memory = self._memory(len(block))
-        self._own_blocks.take(block, 0, memory.own_rows, "clip")  # "raise" would copy twice.
+        # The default mode "raise" would copy to a buffer first.
+        self._own_blocks.take(block, 0, memory.own_rows, "clip")
         return memory
 
     def _memory(self, num: int) -> _Memory:
@@ -252,10 +254,10 @@ class SumTree(BlockTree):
         self._own_sums = own(self._sums)
         self._running = self._sums[1:]
         self._own_running = own(self._running)
-        #: Least weight above 0 of each block, inf for none, and of all blocks, None if unknown.
-        #: Only on the CPU.
+        #: Least weight above 0 of each block, inf if it has none; empty on other devices.
         num_least = self._num_blocks if self._is_on_cpu else 0
         self._least_of_blocks = own(filled((num_least,), inf, torch.float64, self.device))
+        #: Least weight above 0 of all blocks; None if it must be computed from the blocks again.
         self._least: float | None = inf
 
     def total(self) -> Any:
@@ -308,8 +310,8 @@ class SumTree(BlockTree):
         """Draw as `draw` does, and return the weights too.
 
         On other devices than the CPU the host does not wait, and the result is never None. If all
-        weights are 0 there, the least weight is inf, and the indices are arbitrary. It is written
-        to `least`, a 0-d float64 tensor, if this is not None.
+        weights are 0 there, the least weight is inf, and the indices are arbitrary. `least` is a
+        0-d float64 tensor that receives the least weight there; None allocates it.
         """
         total = self.total()
         if not self._is_on_cpu:
@@ -331,9 +333,9 @@ class SumTree(BlockTree):
     def _located(self, masses: Any) -> Any:
         """Return the index at which the running sum exceeds each of `[n]` masses, on the CPU.
 
-        Every mass is below the total.
-        The running sum of a block continues the running sum before the block. Its last element is
-        exactly the running sum behind the block, so some element is above the mass.
+        Every mass is below the total. The running sum of a block starts with the sum of all blocks
+        before it. Its last element equals the sum including the block exactly, so at least one
+        element is above the mass.
         """
         block = self._own_running.searchsorted(masses, "right")
         memory = self._gathered(block)
@@ -349,7 +351,7 @@ class SumTree(BlockTree):
         Every mass is below the total.
         """
         leaves = self.leaves_view()
-        # The last index is the result if no other one matches.
+        # The search leaves out the last index, which is the result if no other index matches.
         places = torch.searchsorted(self._running[: self.capacity - 1], masses, right=True)
         least = leaves.new_empty(()) if least is None else least
         place = places.new_empty(())
