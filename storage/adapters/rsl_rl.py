@@ -23,7 +23,7 @@ from ..core.fields import DTYPES, Field, dtype_name, unflatten
 from ..core.memory import sent
 from ..errors import UsageError
 from ..onpolicy.rollout_storage import RolloutStorage
-from ..onpolicy.transition_columns import Column, Transition, brought, declare_fields
+from ..onpolicy.transition_columns import Column, Transition, declare_fields, input_column
 from ..saving.saved_store import State
 
 _BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
@@ -144,7 +144,7 @@ class RslRlStorage(RolloutStorage):
         if self.training_type == "distillation":
             return [
                 *columns,
-                brought("privileged_actions", self.actions_shape, "privileged_actions"),
+                input_column("privileged_actions", self.actions_shape, "privileged_actions"),
             ]
         return [*columns, Column(_PARAMETERS, self._parameters, _PARAMETERS, f"old_{_PARAMETERS}")]
 

@@ -36,8 +36,9 @@ _version_of = attrgetter("_version")
 class ColumnTable:
     """Columns of `num_rows` steps of `num_envs` envs on one device.
 
-    Names of fields must not repeat, and no name may be a parent of another. A tensor in `earlier`
-    is reused for the field with its name if dtype and number of rows match.
+    Names of fields must not repeat, and no name may be a parent of another. `earlier` are tensors
+    of an earlier table by name. A field reuses the tensor of its name if dtype and number of rows
+    match.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class ColumnTable:
         self.num_envs = num_envs
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
-        #: Number of replacements and changes of tensors, which readers compare to detect changes.
+        #: Counter of writes, moves and replacements of the tensors. A reader that remembers the
+        #: count detects changes of the rollout.
         self.num_changes = 0
         self._inputs = [
             (column, {field.name: _Input.of(column, field, num_envs) for field in column.fields})
@@ -70,10 +72,10 @@ class ColumnTable:
         #: Views of the rows of a field, one per step, by field name and number of axes of the
         #: written value. Created when the first step is written.
         self._rows: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
-        #: Rows that are written in steps without a value, by the name of the optional field.
-        self._fillings: dict[str, torch.Tensor] = {}
-        #: Copiers of the host tensors of a step to the device, by the names and shapes of the
-        #: tensors.
+        #: Default rows `[B, *shape]` for steps without a value, by name of the optional field.
+        self._default_rows: dict[str, torch.Tensor] = {}
+        #: Objects that copy the host tensors of a step to the device in one transfer, by names
+        #: and shapes of the tensors.
         self._copies: dict[tuple[tuple[str, torch.Size], ...], PackedCopy] = {}
         for name in self.schema:
             parents = [other for other in self.schema if name.startswith(other + "/")]
@@ -133,8 +135,8 @@ class ColumnTable:
     ) -> dict[str, torch.Tensor]:
         """Check the values of `transition`. Return the tensors to copy into a row, by field name.
 
-        `deferred` receives the errors of numbers on a device that are out of range. Without
-        `deferred`, the host waits for the check.
+        Values on a device are checked there for numbers that are out of range. `deferred` receives
+        such an error and raises it in a later call. If it is None, the host waits for the check.
         """
         for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources:
@@ -183,8 +185,8 @@ class ColumnTable:
             else:
                 self._allocate(name, tuple(leaf.shape), leaf.dtype)
         if not self._rows:
-            self._cut()
-        step = {**self._fillings, **leaves}
+            self._split_rows()
+        step = {**self._default_rows, **leaves}
         if self.device.type == "cuda":
             step.update(self._sent({name: x for name, x in step.items() if x.is_cpu}))
         # One call takes half the time of a loop. Fill values are copied as tensors too, since
@@ -208,14 +210,17 @@ class ColumnTable:
 
     @property
     def num_buffer_waits(self) -> int:
-        """Number of steps whose host tensors waited for a pinned buffer."""
+        """Number of steps that waited because a pinned buffer was still being copied."""
         return sum(copy.num_waits for copy in self._copies.values())
 
     @lasting
-    def _cut(self) -> None:
-        """Split every tensor into views of its rows: `[B, *shape]`, and `[B]` for shape (1,)."""
+    def _split_rows(self) -> None:
+        """Split every tensor into views of its rows, `[B, *shape]`.
+
+        A field of shape (1,) also gets views `[B]`, since transitions may have either shape.
+        """
         inputs = {name: column for column, fields in self._inputs for name in fields}
-        self._fillings = {}
+        self._default_rows = {}
         for name, tensor in self.tensors.items():
             column = inputs.get(name)
             if column is None:
@@ -227,7 +232,7 @@ class ColumnTable:
             if tensor.dim() == 3 and tensor.shape[-1] == 1:
                 self._rows[name, 1] = tensor.squeeze(-1).unbind(0)
             if not column.is_required and not column.view_of:
-                self._fillings[name] = torch.full_like(tensor[0], self._fill_of(name))
+                self._default_rows[name] = torch.full_like(tensor[0], self._fill_of(name))
 
     # -- all steps -------------------------------------------------------------------------
 
@@ -320,7 +325,7 @@ class ColumnTable:
         self._note_change()
 
     def _note_change(self, has_results: bool = False) -> None:
-        """Drop the views of rows of earlier tensors, after the tensors were replaced."""
+        """Count a change and forget the views of rows, after the tensors were replaced."""
         self.num_changes += 1
         self._rows = {}
         self.note_results(has_results)
@@ -335,15 +340,19 @@ class ColumnTable:
     def note_results(self, are_new: bool) -> None:
         """Set whether the computed columns, such as returns, belong to the current steps.
 
-        If `are_new` is False, a later write to a column makes the column current. Writes are
-        detected by `_version`, in which torch counts writes in place through any view.
+        If `are_new` is False, the columns are outdated until all of them are written again. A write
+        changes `_version`, in which torch counts writes in place through any view of a tensor.
         """
         results = [column for column in self.columns.values() if column.batch and not column.source]
         self._results = [self.tensors[x.name] for column in results for x in column.fields]
         self._versions = tuple(-1 if are_new else x._version for x in self._results)
 
     def batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
-        """Return (flat mini-batch name, tensor `[rows, B, ...]`, whether padded) of each field."""
+        """Return the fields that mini-batches have, as tuples (name, tensor, is_padded).
+
+        `name` is the flat name in mini-batches. `tensor` is a view `[rows, B, ...]` of the first
+        steps. `is_padded` is that of the `Column`.
+        """
         has_results = self.has_results
         in_batch = []
         for column in self.columns.values():
@@ -357,7 +366,7 @@ class ColumnTable:
         return in_batch
 
     def fill_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch as nested dicts. A column that is missing gets its default value, or None."""
+        """Return a batch as nested dicts, with fallbacks or None for the missing columns."""
         fields = unflatten(batch)
         for column in self.columns.values():
             if column.batch and column.batch not in fields:
@@ -373,7 +382,7 @@ class _Input(NamedTuple):
 
     #: Name of the field in the table.
     name: str
-    #: Field with the name that its value has in transitions.
+    #: The field under the name of its value in transitions, which errors mention.
     source: Field
     cast: Cast
     #: Accepted shapes: `[B, *shape]`, and `[B]` if the shape is (1,).
@@ -406,10 +415,10 @@ class _Input(NamedTuple):
 def _leaves_of(
     value: Any, column: Column, inputs: Mapping[str, _Input]
 ) -> Iterable[tuple[_Input, Any]]:
-    """Return pairs (accepted form, leaf) for the leaves of a value that a column receives.
+    """Return the leaves of a value for a column, each with the input of its field.
 
-    `inputs` are the accepted forms of the column's fields, by field name. Raises `SchemaError` if
-    the names of the leaves and of the fields differ.
+    `inputs` are the inputs of the column's fields, by field name. Raises `SchemaError` if the value
+    has other leaves than the column has fields.
     """
     is_mapping = isinstance(value, Mapping)
     if is_mapping == (column.name in inputs):
@@ -453,8 +462,8 @@ class SavedStates:
         leaves = _leaves(states)
         if stored and layout != self.layout:
             raise SchemaError(
-                f"hidden_states have the structure {_words(layout)}, expected "
-                f"{_words(self.layout)}."
+                f"hidden_states have the structure {_layout_text(layout)}, expected "
+                f"{_layout_text(self.layout)}."
             )
         for leaf, like in zip(leaves, [x[0] for x in stored] or leaves, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
@@ -493,8 +502,8 @@ class SavedStates:
             fits = False
         if not fits:
             raise SchemaError(
-                f"'states' of the state must be None, 'tensor' or lists of these for "
-                f"{len(leaves)} tensors, got {layout!r}."
+                f"'states' of the state must be a layout of {len(leaves)} tensors: None, "
+                f"'tensor' or nested lists of these, got {layout!r}."
             )
         for x in leaves.values():
             if x.dim() < 4 or len(x) != num_rows or x.shape[2] != self._table.num_envs:
@@ -533,11 +542,11 @@ def _build(layout: Any, leaves: Iterator[Any]) -> Any:
     children = [_build(child, leaves) for child in layout[names is not None :]]
     if names is None:
         return tuple(children)
-    is_ours = tuple(names) == HiddenStates._fields
-    states_type: Any = HiddenStates if is_ours else namedtuple("States", names)
+    has_two_networks = tuple(names) == HiddenStates._fields
+    states_type: Any = HiddenStates if has_two_networks else namedtuple("States", names)
     return states_type(*children)
 
 
-def _words(layout: Any) -> str:
+def _layout_text(layout: Any) -> str:
     """Return a layout as text for errors, such as "(tensor, tensor)"."""
     return str(_build(layout, repeat(_LEAF))).replace("'", "")

@@ -28,9 +28,9 @@ _WIDE_ROW_BYTES = 1024
 #: saves less time. With T=24, N=4096 and nine fields of 832 bytes, one epoch takes 25 instead of
 #: 34 ms and two epochs 44 instead of 49 ms. For three epochs there is no difference.
 _WIDE_ROW_BYTES_TWICE = 128
-#: Dtype of a unit by its size in bytes. Packed rows have the largest unit that divides the size of
-#: every field. Units are floating dtypes, since torch concatenates them fast. Copies keep every
-#: bit.
+#: Packed rows consist of units: numbers of the largest size that divides the row size of every
+#: packed column. Dtype of a unit by its size in bytes. Most are floating dtypes, since torch
+#: concatenates them fast. Copies keep every bit.
 _UNITS = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
 _Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -39,8 +39,8 @@ class Delivery:
     """Allocates results on the device of the storage and copies them to the device of the learner.
 
     Args:
-        device: Device of the results before the copy. Memory on the CPU is pinned if the copies go
-            to CUDA, otherwise it comes from a pool.
+        device: Device of the results before the copy. Results on the CPU use pinned memory if the
+            copies go to CUDA, and otherwise reuse memory of earlier results.
         output_device: Device of the copies; None for `device`.
     """
 
@@ -52,7 +52,10 @@ class Delivery:
 
     @property
     def shared_device(self) -> torch.device:
-        """Device on which several mini-batches share memory: the CUDA device, if there is one."""
+        """Device whose streams may read memory that several mini-batches share.
+
+        It is `output_device` if that is a CUDA device, and else `device`.
+        """
         return self.output_device if self.output_device.type == "cuda" else self.device
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -79,10 +82,17 @@ class Delivery:
 
 
 class RowGather:
-    """Gather of rows of contiguous columns `[num_rows, ...]` by index, `num_gathers` times.
+    """Copies rows of contiguous columns `[num_rows, ...]` by index, for mini-batches.
 
-    The constructor copies narrow columns. Each gather reads wide columns from their own memory, so
-    `count_changes` must return the same number at each gather as in the constructor.
+    The constructor packs narrow columns: it copies them side by side into one tensor. Each gather
+    reads wide columns from their own memory, so they must not change between the gathers.
+
+    Args:
+        columns: Columns by name.
+        delivery: Allocates the results and copies them to the device of the learner.
+        num_gathers: Number of times that all rows are gathered. Packing pays for wider columns if
+            it is large.
+        count_changes: Function that returns the number of changes of the columns so far.
     """
 
     @lasting
@@ -130,11 +140,14 @@ class RowGather:
         return {name: gathered[name] for name in self._names}
 
     def _pack(self, columns: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-        """Copy columns side by side in units of one size. Rows are aligned to the largest item.
+        """Copy columns side by side into one tensor of units; see `_UNITS`.
+
+        The items of the first column are the largest. Rows are padded to a multiple of them, so
+        that every item is aligned.
 
         Returns:
-            The packed columns, and the width of each column and of the padding after them, in
-            units.
+            The packed tensor `[num_rows, width]`, and the number of units per row of each column,
+            then of the padding if there is any.
         """
         size = next(size for size in _UNITS if all(_row_bytes(x) % size == 0 for x in columns))
         parts = [_flat(x).view(_UNITS[size]) for x in columns]
@@ -204,7 +217,10 @@ class Segments:
 
     @cached_property
     def source(self) -> torch.Tensor:
-        """Row of the rollout for each padded position, int64 `[T * n]`; any row on padding."""
+        """Row of the rollout for each position of the padded trajectories: int64 `[T * n]`.
+
+        Positions on padding have an arbitrary row.
+        """
         offset = torch.arange(len(self.masks), device=self.masks.device).unsqueeze(1)
         return torch.where(self.masks, self.starts + offset * self.num_envs, self.starts).flatten()
 
@@ -223,7 +239,7 @@ def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:
     if mask.is_cpu:
         return mask.nonzero().squeeze(1)
     place = torch.where(mask, mask.cumsum(0) - 1, count)
-    # The positions of False values are all written to the last entry.
+    # The last entry receives the positions of all False values and is cut off.
     positions = torch.empty(count + 1, dtype=torch.int64, device=mask.device)
     return positions.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
 
@@ -257,9 +273,17 @@ def find_segments(dones: torch.Tensor) -> Segments:
 def gather_padded(
     x: torch.Tensor, source: torch.Tensor, padding: torch.Tensor, empty: _Empty | None = None
 ) -> torch.Tensor:
-    """Gather rows `source` of `x`, `[T, B, *event]`, with zeros at the positions `padding`.
+    """Gather rows of `x`, and write zeros to the positions on padding.
 
-    The result is `[len(source), *event]`. It has gradients, unless `empty` allocates its memory.
+    Args:
+        x: `[T, B, *event]`.
+        source: `[n]` int64, the row `t * B + b` of `x` for each position of the result.
+        padding: `[m]` int64, the positions of the result that become zeros.
+        empty: Function that allocates the result, which then has no gradients. None allocates
+            memory through which gradients flow.
+
+    Returns:
+        `[n, *event]`.
     """
     flat = signed(x).reshape(len(x) * x.shape[1], x[:1, :1].numel())
     if empty is None:
@@ -302,7 +326,8 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
     Args:
         padded: `[T, n, *event]`, or a nested dict of such tensors, for example the output of a
             recurrent network.
-        masks: `[T, n]` bool from the split, or a range of its trajectories that covers whole envs.
+        masks: `[T, n]` bool, the masks of `split_and_pad_trajectories`, or a range of their columns
+            with all trajectories of some envs.
 
     Returns:
         `[T, B, *event]`; gradients flow through.

@@ -23,7 +23,7 @@ from .transition_columns import (
     ShapeLike,
     Transition,
     batch_type,
-    brought,
+    input_column,
     replaced,
 )
 
@@ -155,7 +155,7 @@ class QueueRolloutStorage(RolloutStorage):
 if TYPE_CHECKING:
     _Labelled = MiniBatch
 else:  # Type checkers cannot read fields that are computed.
-    _Labelled = batch_type([brought("action_labels", batch="action_labels")], MiniBatch)
+    _Labelled = batch_type([input_column("action_labels", batch="action_labels")], MiniBatch)
 
 
 class ActionLabelMiniBatch(_Labelled):
@@ -181,5 +181,5 @@ class ActionLabelRollout(QueueRolloutStorage):
 
     def declare_columns(self) -> list[Column]:
         """Return the columns of `QueueRolloutStorage` and `action_labels`."""
-        labels = brought("action_labels", self.actions_shape, "action_labels")
+        labels = input_column("action_labels", self.actions_shape, "action_labels")
         return replaced(super().declare_columns(), labels)

@@ -60,9 +60,10 @@ class RolloutStorage(Store, is_saved_whole=True):
         num_envs: Number of envs, B.
         num_transitions_per_env: Number of steps that fit, T.
         obs_shape: Shape of one observation, or a nested dict whose leaves are shapes or pairs of
-            shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`. A leaf without
-            dtype takes integer and bool dtypes from the first transition, and later ones must have
-            the same; floating numbers become float32.
+            shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`. The first
+            transition decides the dtype of a leaf without dtype. An integer or bool dtype is kept,
+            and later transitions must have the same dtype. A floating dtype becomes float32, and
+            later transitions may have any floating dtype.
         critic_obs_shape: Shape of one observation of the critic, as `obs_shape`. None, (None,) or
             [None] if the critic has the observations of the policy.
         actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
@@ -84,8 +85,9 @@ class RolloutStorage(Store, is_saved_whole=True):
     share memory with the storage. Writing both `returns` and `advantages`, by assignment or in
     place, replaces `compute_returns`.
 
-    A subclass extends `declare_columns`. The attributes `Transition` and `MiniBatch` of a storage
-    are record types with a field for each source and batch field of the declared columns.
+    A subclass extends `declare_columns`. A storage has two record types as attributes, which follow
+    from its columns. `Transition` has the values that the columns take from a step. `MiniBatch` has
+    the values that the columns contribute to a mini-batch.
     """
 
     Transition: type[_Transition] = Transition
@@ -237,7 +239,10 @@ class RolloutStorage(Store, is_saved_whole=True):
         self._order.record(is_write=True)
 
     def _take_dtypes(self, transition: _Transition) -> None:
-        """Set undeclared dtypes of observation fields from the first step. Keep other tensors."""
+        """Set the undeclared dtypes of observation fields from the first step.
+
+        A field whose dtype changes gets a new tensor.
+        """
         self._taken = {}
         for name, shape in self._observation_shapes.items():
             if shape is not None:
@@ -284,13 +289,14 @@ class RolloutStorage(Store, is_saved_whole=True):
                 "final" its `bootstrap_values`.
             allow_partial: Accept a rollout that is not full, and use the steps so far.
 
-        On a GPU the call does not wait. Pass the same tensor objects as `gamma` and `lam` at each
-        call: an unchanged tensor on the GPU is not checked again after its check has arrived.
+        On a GPU the call does not wait for checks of values there. If `gamma` or `lam` on the GPU
+        is out of range, or if bootstrap values are missing, a later call raises the error. Missing
+        bootstrap values count as 0. Pass the same tensor objects as `gamma` and `lam` at each call:
+        a tensor that the GPU found to be valid is not checked again until it changes.
 
         Raises:
-            UsageError: The rollout is not full, or an argument is not as above; nothing is changed.
-                On a GPU a later call raises if factors there are out of range, or if bootstrap
-                values were missing. Steps without bootstrap values bootstrap nothing.
+            UsageError: The rollout is not full, or an argument is invalid. Nothing is changed. On a
+                GPU also an error of an earlier call.
         """
         with self._lock:
             allow_partial = arguments.flag("allow_partial", allow_partial)
@@ -321,8 +327,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             rows = self._num_rows_for(allow_partial=True)
             signals = self._signals(rows)
-            # The open end of each env already counts as a segment, so dones of the newest step do
-            # not.
+            # `num_envs` counts the open segment of each env after its last done. A done at the
+            # newest step leaves no open segment, so it is subtracted.
             newest = signals.dones[(self.step - 1) % rows]
             num_segments = signals.dones.count_nonzero() - newest.count_nonzero() + self.num_envs
             statistics = rows * self.num_envs / num_segments.float(), signals.rewards.mean()
@@ -341,9 +347,10 @@ class RolloutStorage(Store, is_saved_whole=True):
     ) -> Iterator[_MiniBatch]:
         """Yield `num_mini_batches * num_epochs` mini-batches `[M, ...]` for feed-forward networks.
 
-        Narrow fields are copied side by side into one new tensor with the first mini-batch. They
-        are not contiguous: use `reshape(-1)` instead of `view(-1)`. Fields with rows of 1 KiB or
-        more (128 bytes for up to two epochs) are read from the storage at each mini-batch.
+        Before the first mini-batch, the narrow fields are copied side by side into one tensor. In
+        mini-batches they are therefore not contiguous: use `reshape(-1)` instead of `view(-1)`. A
+        field is narrow if its rows have less than 1 KiB; for one or two epochs, less than 128
+        bytes. All other fields are read from the storage at each mini-batch.
 
         Args:
             num_mini_batches: Mini-batches per epoch, 1 to T * B.
@@ -356,10 +363,10 @@ class RolloutStorage(Store, is_saved_whole=True):
                 by at most one.
 
         Raises:
-            UsageError: At the call: an argument is not as above, the rollout is not full and was
-                not computed with `compute_returns(allow_partial=True)`, or returns were not
-                computed or written since the last step. At a later `next`: steps were added or a
-                state was loaded, and fields are read from the storage.
+            UsageError: An argument is invalid. The rollout is not full, and the last
+                `compute_returns` did not allow that. Returns were neither computed nor written
+                since the last step. Or, at a later `next`, the storage was changed while fields of
+                the mini-batches are still read from it.
         """
         arguments.choice("reshuffle", reshuffle, ("epoch", "once"))
         drop_last = arguments.flag("drop_last", drop_last)
@@ -379,8 +386,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         share memory with mini-batches of other epochs, never with the storage.
 
         Raises:
-            UsageError: At the call: as `mini_batch_generator`, or there are more mini-batches than
-                envs.
+            UsageError: As for the call of `mini_batch_generator`, or there are more mini-batches
+                than envs.
         """
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, False, "env")
         return self._env_batches(rows, bounds, num_epochs)
@@ -575,7 +582,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     # -- checks ----------------------------------------------------------------------------
 
     def _num_rows_for(self, allow_partial: bool) -> int:
-        """Return the number of steps so far, if they may be read.
+        """Return the number of steps so far. Raise an error if they must not be read yet.
 
         Raises:
             BufferEmptyError: There is no step.
@@ -583,7 +590,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 `compute_returns` allows it.
         """
         if self.step == 0:
-            raise BufferEmptyError("the storage is empty. Call add_transition() first.")
+            raise BufferEmptyError("the storage is empty. Call add_transitions() first.")
         if (
             self.step < self._table.num_rows
             and not allow_partial

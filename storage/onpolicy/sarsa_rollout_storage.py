@@ -38,7 +38,11 @@ _FINALS = "finals/"
 
 
 def _with_next(columns: Sequence[Column]) -> list[Column]:
-    """Return columns with observations of T + 1 steps; the first and the last T steps are views."""
+    """Return columns with next observations.
+
+    Each column of observations becomes three columns. `all_...` stores T + 1 steps. The column
+    itself is a view of the first T steps, and `next_...` is a view of the last T steps.
+    """
     shifted = []
     for column in columns:
         if column.name in _SHIFTED:
@@ -51,10 +55,12 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
             later = Column(
                 name, next_fields, name, _SHIFTED[column.name], fallback, False, is_padded=True
             )
-            whole = Column(f"all_{column.name}", all_fields)
+            all_steps = Column(f"all_{column.name}", all_fields)
             taken = frozenset(f"next_{field}" for field in column.taken)
-            later = replace(later, is_ignorable=True, view_of=whole.name, first_row=1, taken=taken)
-            shifted += [replace(column, view_of=whole.name), later, whole]
+            later = replace(
+                later, is_ignorable=True, view_of=all_steps.name, first_row=1, taken=taken
+            )
+            shifted += [replace(column, view_of=all_steps.name), later, all_steps]
     return replaced(columns, *shifted, Column("next_valid", (), batch="next_valid"))
 
 
@@ -150,6 +156,17 @@ class Finals:
         self._values = {name: x[envs] for name, x in rows.items()}
 
 
+def _with_finals(name: str, x: torch.Tensor, finals_by_step: Mapping[int, Finals]) -> torch.Tensor:
+    """Return `x`, or a copy with final observations if `name` is a field of next observations."""
+    batch, slash, path = name.partition("/")
+    for column, next_batch in _SHIFTED.items():
+        if batch == next_batch:
+            x = x.clone()
+            for step, finals in finals_by_step.items():
+                finals.put(column + slash + path, x[step])
+    return x
+
+
 class SarsaRolloutStorage(RolloutStorage):
     """Rollout storage whose steps have the observations of the following steps.
 
@@ -163,9 +180,10 @@ class SarsaRolloutStorage(RolloutStorage):
         validate: Whether each observation is compared with the next observation of the previous
             step (slow).
 
-    `Transition.next_observations` (and `next_critic_observations`) are required with the last step.
-    At other steps, next observations are used only at dones, where the observation of the following
-    step already belongs to the next trajectory.
+    The last step must have `Transition.next_observations` (and `next_critic_observations`), since
+    no step with these observations follows. Other steps may have next observations. They are used
+    only for envs that are done: the observation of the following step already belongs to the next
+    trajectory.
 
     On a GPU no call waits for the number of ended trajectories. The next observations of all envs
     of a step are stored until a later step finds that the number has arrived on the host.
@@ -210,8 +228,8 @@ class SarsaRolloutStorage(RolloutStorage):
         return _with_next(super().declare_columns())
 
     @property
-    def _whole(self) -> dict[str, torch.Tensor]:
-        """Map each observation field to the tensor of all T + 1 steps."""
+    def _all_observations(self) -> dict[str, torch.Tensor]:
+        """Tensors of the observations of all T + 1 steps, by name of the observation field."""
         fields = [field for name in _SHIFTED for field in self._table.columns[name].fields]
         return {field.name: self._table.tensors[f"all_{field.name}"] for field in fields}
 
@@ -235,9 +253,10 @@ class SarsaRolloutStorage(RolloutStorage):
                 self._has_next.add(step)
                 has_ended = self._signals(step + 1).dones[step].flatten() != 0
                 self._finals[step] = Finals(
-                    has_ended, {name: x[step + 1] for name, x in self._whole.items()}
+                    has_ended, {name: x[step + 1] for name, x in self._all_observations.items()}
                 )
-            # Readers on other streams also wait until the final observations are written.
+            # The call of the base class recorded its writes before the final observations were
+            # copied. Readers on other streams must wait for the copies too.
             self._order.record(is_write=True)
 
     def _check_next(self, transition: Transition) -> bool:
@@ -265,9 +284,10 @@ class SarsaRolloutStorage(RolloutStorage):
         Envs that were done are not compared.
         """
         is_continued = (self._signals(self.step).dones[self.step - 1] == 0).squeeze(-1)
-        for name, whole in self._whole.items():
-            expected_rows = signed(whole[self.step])
-            rows = signed(observations[name].to(whole.device, whole.dtype)).view_as(expected_rows)
+        for name, all_steps in self._all_observations.items():
+            expected_rows = signed(all_steps[self.step])
+            observed = observations[name].to(all_steps.device, all_steps.dtype)
+            rows = signed(observed).view_as(expected_rows)
             # Two NaN count as equal. A number is NaN if it differs from itself.
             differs = (expected_rows != rows) & ((expected_rows == expected_rows) | (rows == rows))
             differs = differs.reshape(self.num_envs, -1).any(1) & is_continued
@@ -296,18 +316,15 @@ class SarsaRolloutStorage(RolloutStorage):
 
         With `emit_next_valid`, the column `next_valid` is included.
         """
-        columns = super()._batch_columns(rows)
         finals_by_step = {}
         if self.strict_next:
             finals_by_step = {step: finals for step, finals in self._finals.items() if step < rows}
-        names = {batch: name for name, batch in _SHIFTED.items()}
-        for place, (name, x, is_padded) in enumerate(columns):
-            batch, slash, path = name.partition("/")
-            if batch in names and finals_by_step:
-                x = x.clone()
-                for step, finals in finals_by_step.items():
-                    finals.put(names[batch] + slash + path, x[step])
-                columns[place] = (name, x, is_padded)
+        columns = super()._batch_columns(rows)
+        if finals_by_step:
+            columns = [
+                (name, _with_finals(name, x, finals_by_step), is_padded)
+                for name, x, is_padded in columns
+            ]
         if self.emit_next_valid:
             valid = self._signals(rows).dones == 0
             for step, finals in finals_by_step.items():
@@ -353,7 +370,9 @@ class SarsaRolloutStorage(RolloutStorage):
             self._finals = {}
             for step in numbers["finals"]:
                 envs = of_finals[f"{_FINALS}{step}/envs"]
-                values = {name: of_finals[f"{_FINALS}{step}/of/{name}"] for name in self._whole}
+                values = {
+                    name: of_finals[f"{_FINALS}{step}/of/{name}"] for name in self._all_observations
+                }
                 self._finals[step] = Finals.of_envs(envs, values)
 
     def _check_finals(
@@ -374,8 +393,8 @@ class SarsaRolloutStorage(RolloutStorage):
             type(x) is int and 0 <= x < num_steps for x in finals
         ):
             raise SchemaError(
-                f"'finals' of the state must be a list of integers in 0:{num_steps}, got "
-                f"{finals!r}."
+                "'finals' of the state must list the steps with final observations, integers in "
+                f"0:{num_steps}, got {finals!r}."
             )
         expected = dict[str, tuple[tuple[int, ...], Field]]()
         indices = {}
@@ -386,10 +405,10 @@ class SarsaRolloutStorage(RolloutStorage):
             is_index = envs.dtype is torch.int64 and envs.dim() == 1
             if not is_index or bool(((envs < 0) | (envs >= self.num_envs)).any()):
                 raise SchemaError(
-                    f"'{_FINALS}{step}/envs' of the state must be int64 of shape (n,) in "
-                    f"0:{self.num_envs}, got {envs}."
+                    f"'{_FINALS}{step}/envs' of the state must be indices of envs, int64 of shape "
+                    f"(n,) in 0:{self.num_envs}, got {envs}."
                 )
-            fields = [self._table.schema[name] for name in self._whole]
+            fields = [self._table.schema[name] for name in self._all_observations]
             expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}
         check_same_names({**expected, **indices}, tensors)
         for name, (shape, field) in expected.items():

@@ -36,12 +36,12 @@ class Column:
         name: The attribute of the storage, and the name in saved files.
         fields: One field with the name of the column, or one field per leaf of a nested dict; () if
             not stored.
-        source: Attribute of the transition with the value; "" if the value is computed.
-        batch: Field of the mini-batch with the value; "" if mini-batches lack the value.
+        source: Attribute of transitions that has the value; "" if the value is computed.
+        batch: Field of mini-batches that has the value; "" if mini-batches do not have it.
         fallback: Mini-batch field whose value is used if the column is absent; "" uses None.
-        is_required: Whether every transition must have the value. Otherwise missing rows get the
-            fill of the field.
-        is_flag: Whether values of any dtype are stored as `value != 0`.
+        is_required: Whether every transition must have the value. Otherwise a step without the
+            value is filled with `Field.fill`.
+        is_flag: Whether the value may have any dtype and is stored as `value != 0`.
         is_padded: Whether recurrent mini-batches split the column at dones: true for inputs of the
             network.
         is_lazy: Whether memory is allocated only when a transition first has the value.
@@ -74,7 +74,7 @@ class Column:
     taken: frozenset[str] = frozenset()
 
 
-def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
+def input_column(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
     """Build a column whose values come from the attribute `name` of transitions.
 
     A column without a shape has no fields.
@@ -92,8 +92,8 @@ def rollout_columns(
 ) -> list[Column]:
     """Return the columns of on-policy learning, in the order of transitions and mini-batches.
 
-    `RolloutStorage` does not store columns without a shape: a subclass declares the shape, or
-    `SavedStates` stores them.
+    A column without a shape has no fields in `RolloutStorage`. A subclass stores next observations
+    or action labels. `SavedStates` stores the recurrent states. Masks exist only in mini-batches.
     """
     if not isinstance(policy_outputs, Mapping | None):
         raise SchemaError(
@@ -114,33 +114,37 @@ def rollout_columns(
     # Steps without a value are filled with NaN, so that a missing value is not used by mistake.
     bootstrap = Field("bootstrap_values", heads, fill=nan)
     return [
-        brought("observations", obs_shape, "obs", argument="obs_shape", **network_input),
-        brought("critic_observations", critic, "critic_obs", **privileged),
-        brought("actions", actions_shape, "actions", argument="actions_shape", is_recorded=True),
-        brought("rewards", heads, is_recorded=True),
-        brought("dones", (scalar, "uint8"), is_flag=True, is_recorded=True),
-        brought("values", heads, "values"),
-        brought("advantages", heads, "advantages", source=""),
-        brought("returns", heads, "returns", source=""),
-        brought("actions_log_prob", scalar, "old_actions_log_prob"),
-        brought("mu", gaussian, "old_mu", source="action_mean"),
-        brought("sigma", gaussian, "old_sigma", source="action_sigma"),
-        brought(
+        input_column("observations", obs_shape, "obs", argument="obs_shape", **network_input),
+        input_column("critic_observations", critic, "critic_obs", **privileged),
+        input_column(
+            "actions", actions_shape, "actions", argument="actions_shape", is_recorded=True
+        ),
+        input_column("rewards", heads, is_recorded=True),
+        input_column("dones", (scalar, "uint8"), is_flag=True, is_recorded=True),
+        input_column("values", heads, "values"),
+        input_column("advantages", heads, "advantages", source=""),
+        input_column("returns", heads, "returns", source=""),
+        input_column("actions_log_prob", scalar, "old_actions_log_prob"),
+        input_column("mu", gaussian, "old_mu", source="action_mean"),
+        input_column("sigma", gaussian, "old_sigma", source="action_sigma"),
+        input_column(
             "saved_hidden_states", batch="hidden_states", source="hidden_states", is_ignorable=True
         ),
-        brought("masks", batch="masks", source=""),
-        brought("time_outs", (scalar, "bool"), is_required=False, is_flag=True, is_recorded=True),
-        brought("bootstrap_values", bootstrap, is_required=False, is_lazy=True),
-        brought(
+        input_column("masks", batch="masks", source=""),
+        input_column(
+            "time_outs", (scalar, "bool"), is_required=False, is_flag=True, is_recorded=True
+        ),
+        input_column("bootstrap_values", bootstrap, is_required=False, is_lazy=True),
+        input_column(
             "policy_outputs",
             policy_outputs or _ABSENT,
             "policy_outputs",
             **outputs,
             is_recorded=True,
         ),
-        brought("next_observations", is_ignorable=True),
-        brought("next_critic_observations", is_ignorable=True),
-        brought("action_labels"),
+        input_column("next_observations", is_ignorable=True),
+        input_column("next_critic_observations", is_ignorable=True),
+        input_column("action_labels"),
     ]
 
 
@@ -156,9 +160,9 @@ def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
 
 
 def transition_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
-    """Return `base`, or a dataclass derived from `base` with a field for each column source.
+    """Return `base`, or a subclass of it that has a field for the `source` of every column.
 
-    The default of the fields is None.
+    The subclass is a dataclass. The default of its added fields is None.
     """
     sources = [column.source for column in columns if column.source]
     added = [(source, Any, field(default=None)) for source in sources if not hasattr(base, source)]
@@ -169,7 +173,7 @@ def transition_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
 
 
 def batch_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
-    """Return `base`, or a named tuple with its fields and the batch fields of the columns.
+    """Return `base`, or a named tuple that also has a field for the `batch` of every column.
 
     The default of all fields is None.
     """
@@ -299,9 +303,11 @@ def shape_from_json(written: Any) -> Any:
 
 
 def without_dtypes(name: str, written: list[Any], fields: set[str]) -> list[Any]:
-    """Replace the dtype of some fields by float32 in a column's result of `shapes_to_json`.
+    """Replace the dtypes of the `fields` by float32 in saved shapes.
 
-    Entries of another form are returned unchanged.
+    `written` are the shapes that `shapes_to_json` returned for the column `name`. Entries that are
+    not `[path, shape, dtype]` are damaged and returned unchanged; the comparison with the shapes of
+    the storage rejects them.
     """
     changed = []
     for entry in written:
@@ -321,7 +327,8 @@ def checked_dtypes(written: Any) -> dict[str, str] | None:
         return None
     if not isinstance(written, Mapping) or not all(x in DTYPES for x in written.values()):
         raise SchemaError(
-            f"'taken_dtypes' of the state must be None or dtypes by field, got {written!r}."
+            "'taken_dtypes' of the state must be None, or map names of fields to dtypes, got "
+            f"{written!r}."
         )
     return dict(written)
 
