@@ -137,7 +137,7 @@ def test_compute_returns_of_an_empty_storage_raises():
         storage.get_statistics,
     ):
         with pytest.raises(
-            BufferEmptyError, match=r"the storage is empty\. Call add_transition\(\) first"
+            BufferEmptyError, match=r"the storage is empty\. Call add_transitions\(\) first"
         ):
             call()
 
