@@ -1,1 +1,4 @@
-"""What the library costs, beside the cheapest possible way and beside the peers. Start with `harness.py`."""
+"""Time and memory of the library, compared with a limit and with peers.
+
+`harness.py` shows a minimal workload.
+"""

@@ -1,6 +1,6 @@
-"""`python -m benchmarks [NAME ...]`: run workloads, all of them if none is named.
+"""`python -m benchmarks [NAME ...]`: run the named workloads, or all workloads.
 
-One rule: a workload is known by its line in `WORKLOADS`; nothing else needs to change.
+Each workload is a line of `WORKLOADS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from . import harness, report
 
-#: Name -> what is measured; the module of that name in this package has `cases(quick)`.
+#: Name of a workload -> what it measures. The module of that name has `cases(quick)`.
 WORKLOADS = {
     "playback": "stream recorded frames to many environments",
     "record": "write rollouts to disk",
@@ -41,14 +41,20 @@ WORKLOADS = {
 
 
 def cases(name: str, is_quick: bool, only: str) -> Iterator[harness.Case]:
-    """Yield the cases of a workload; imports its module at the first case, so that one cannot spoil the others."""
+    """Yield the cases of a workload.
+
+    Its module is imported at the first case, so that an error ends only this workload.
+    """
     for case in importlib.import_module(f"{__package__}.{name}").cases(is_quick):
         if only in case.name:
             yield case
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the named workloads; 1 if one of ours or a limit failed, also when a promise was missed with `--strict`."""
+    """Run the named workloads.
+
+    Return 1 if a contender of ours or a limit failed or, with `--strict`, a promise was missed.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""How the same is done without this library: the readers and writers that projects write for themselves.
+"""Readers and writers that projects write without this library.
 
-One rule: straightforward and correct, not slowed down on purpose: whole runs are copied where that
-is easy, and files already read stay in memory as long as an environment is inside them.
+They are correct, and not slowed down on purpose. Whole runs are copied where that is easy. A file
+stays in memory while an environment plays it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FolderReader:
         self.rows[env] = 0
 
     def batch(self, num_steps: int) -> dict[str, torch.Tensor]:
-        """Fill `[T + 1, N, ...]` columns run by run; the last row is the next observation of the last step."""
+        """Fill `[T + 1, N, ...]` columns. The last row is the next observation of the last step."""
         like = self.chunks[0]
         out = {
             name: np.empty((num_steps + 1, self.num_envs, *like[name].shape[1:]), like[name].dtype)
@@ -95,7 +95,10 @@ def write_datasets(folder: Path, rollout: Rollout) -> None:
 
 
 def append_datasets(folder: Path, rollout: Rollout) -> None:
-    """Append step by step to one HDF5 dataset per field; a chunk has one step of all envs."""
+    """Append step by step to one HDF5 dataset per field.
+
+    A chunk has one step of all environments.
+    """
     with h5py.File(folder / "data.hdf5", "w") as file:
         datasets = {}
         for name, value in rollout.items():

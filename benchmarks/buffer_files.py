@@ -1,8 +1,8 @@
 """Files of buffers: save a large ring and load it again.
 
-The limits are one sequential write of the same bytes into a new file, flushed to the disk, and one
-sequential read of them, from the disk, into new memory. Before every load the page cache forgets
-the files.
+The limit of saving is one sequential write of the same bytes into a new file, flushed to the disk.
+The limit of loading is one sequential read of these bytes from the disk into new memory. The files
+are removed from the page cache before each load.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def saving(buffer: DictBuffer, folder: Path) -> Case:
-    """Save the buffer; everything is flushed to the disk."""
+    """Save the buffer, and flush all files to the disk."""
     num_bytes = _num_bytes(buffer)
     chunk = torch.randn(CHUNK_BYTES // 4).numpy().view("u1")
 
@@ -83,7 +83,7 @@ def saving(buffer: DictBuffer, folder: Path) -> Case:
 
 
 def loading(buffer: DictBuffer, folder: Path) -> Case:
-    """Load what was saved, from the disk."""
+    """Load the saved buffer from the disk."""
     num_bytes = _num_bytes(buffer)
     buffer.save(folder / "buffer")
     torch.save(buffer.state_dict(), folder / "state.pt")

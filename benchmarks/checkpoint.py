@@ -1,9 +1,10 @@
-"""Checkpoints: what the training loop waits for, what writing and loading cost, and what compression saves.
+"""Checkpoints: time that the training loop waits, time of writing and loading, and sizes after
+compression.
 
-The checkpoint is a real one, 200 MB: an MLP trained for some steps on regressing noise, with the
-moments of its AdamW. The limit of the wait is one copy of all its tensors into memory that is there
-already; of writing, the same without compression; of loading, `torch.load`. Sizes after compression
-stand in the names: they are part of the result.
+The checkpoint has 200 MB: an MLP that was trained for some steps on noise, with the moments of its
+AdamW. The limit of the wait is one copy of all tensors into allocated memory. The limit of writing
+is a write without compression. The limit of loading is `torch.load`. The names of cases contain the
+sizes after compression.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def trained(width: int, num_layers: int) -> dict[str, Any]:
-    """Train a network a little and give everything that a checkpoint holds."""
+    """Train a network for a few steps, and return the state for a checkpoint."""
     torch.manual_seed(0)
     layers = [
         layer
@@ -73,16 +74,16 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return [tensor for one in inner for tensor in tensors_in(one)]
+    return [tensor for part in inner for tensor in tensors_in(part)]
 
 
 def waiting(state: dict[str, Any], num_bytes: int) -> Case:
-    """Measure how long `save_async` keeps the caller, while nothing else is being saved."""
+    """Measure how long `save_async` takes to return while no other save is running."""
 
     def copy() -> Call:
         source = tensors_in(state)
         target = [torch.zeros_like(tensor) for tensor in source]
-        return lambda: [one.copy_(other) for one, other in zip(target, source, strict=True)]
+        return lambda: [tensor.copy_(other) for tensor, other in zip(target, source, strict=True)]
 
     def ours(compress: bool) -> Contender:
         saver = AsyncCheckpointSaver()
@@ -97,12 +98,14 @@ def waiting(state: dict[str, Any], num_bytes: int) -> Case:
         )
 
     contenders = (
-        # `before` makes every contender's repetition a single call.
+        # With `before`, each repetition is a single call.
         Contender("copy_ of all tensors", copy, LIMIT, before=lambda: None),
         ours(False),
         ours(True),
         Contender(
-            "clone of all tensors", lambda: lambda: [one.clone() for one in tensors_in(state)], PEER
+            "clone of all tensors",
+            lambda: lambda: [tensor.clone() for tensor in tensors_in(state)],
+            PEER,
         ),
         Contender("torch.save", lambda: lambda: torch.save(state, FOLDER / "wait.pt"), PEER),
     )
@@ -165,7 +168,7 @@ def loading(num_bytes: int) -> Case:
 
 
 def records(quick: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield real observations, and images that say how they are made."""
+    """Yield real observations, and images whose names state how they are made."""
     num_steps = 20 if quick else 1000
     for task in ("Ant-v5", "Humanoid-v5"):
         try:
@@ -181,14 +184,17 @@ def records(quick: bool) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def compressing(name: str, record: torch.Tensor) -> Case:
-    """Measure compressing and reading one tensor; its name tells how much smaller it is."""
-    made = CompressedTensorDict({"x": record}, ["x"])
+    """Measure compressing and reading one tensor.
+
+    The name of the case contains the ratio of the sizes.
+    """
+    compressed = CompressedTensorDict({"x": record}, ["x"])
     contenders = (
         Contender("clone", lambda: lambda: record.clone(), LIMIT),
         Contender("compress", lambda: lambda: CompressedTensorDict({"x": record}, ["x"]), OURS),
-        Contender("read", lambda: lambda: made["x"], OURS),
+        Contender("read", lambda: lambda: compressed["x"], OURS),
     )
-    return Case(f"{name}, {made.ratio():.2f} times smaller", contenders, record.nbytes)
+    return Case(f"{name}, {compressed.ratio():.2f} times smaller", contenders, record.nbytes)
 
 
 def _write(path: Path, content: bytes) -> float:

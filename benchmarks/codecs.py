@@ -1,9 +1,9 @@
-"""Codecs: decode frames of the image set (`images.py`), whole sequences and random windows; sizes stand in the names.
+"""Codecs: decode frames of the image set (`images.py`), in whole sequences and random windows.
 
-The limit is a memcpy of the decoded bytes into a reused output. "x" behind a name is the size of
-the frames over that of the coded bytes; what loses says so. Peers code 8 frames together, as we do,
-except HDF5 (chunks as h5py guesses them) and PNG (one frame each). `threads` compares two threads
-with one, which is its limit.
+The limit is a memcpy of the decoded bytes into a reused output. The number before "x" in a name is
+the size of the frames divided by that of the coded bytes. Names of lossy codecs state the loss.
+Peers code 8 frames together, as we do, except HDF5 (chunks as h5py chooses them) and PNG (single
+frames). The limit of two threads is one thread.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .peers import PeerMissing
 FRAMES_PER_CHUNK = 8
 WINDOW, NUM_WINDOWS, NUM_DRAWS = 8, 32, 20
 NUM_SETTLING = 16
-#: What we promise of two threads against one: on large frames, and on small ones.
+#: Promised time of two threads relative to one: on large frames, and on small frames.
 REACH_THREADS = {"rgb": 1 / 1.3, "depth 16x16": 1.05}
 _DEPTH = ("split+lz4", "split+lz4hc", "delta+bitshuffle+lz4hc", "shuffle+blosc2")
-#: Chains of ours by set.
+#: Set -> our chains.
 OUR_CHAINS = {
     "rgb": ("lz4", "lz4hc", "zstd"),
     "depth_clean": (*_DEPTH, "shuffle+blosc2zstd", "uint16(0,65.535)+shuffle+lz4"),
     "depth_noisy": (*_DEPTH, "delta+bitshuffle+blosc2", "uint16(0,65.535)+shuffle+lz4"),
 }
-#: Gives the decoder of coded frames: what is called, and how many bytes they have.
+#: Function that returns the decoder of coded frames: a callable, and its number of bytes.
 Coder = Callable[[np.ndarray], tuple[Callable[[Any, np.ndarray], None], list[Any], int]]
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield whole sequences and windows of each set, and threads."""
+    """Yield whole sequences and windows of each set, and the comparison of threads."""
     images = image_set(2, 16) if quick else image_set(8, 64)
     for name, frames in images.items():
         yield whole(name, frames)
@@ -57,12 +57,12 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def whole(name: str, frames: np.ndarray) -> Case:
-    """Decode all frames of a set: ours from block files and, with checksums, from blobs."""
+    """Decode all frames of a set: ours from block files, and from blobs with checksums."""
     out = np.empty_like(frames)
     everything = [(np.arange(len(frames)), np.zeros(len(frames), np.int64))]
     contenders = [Contender("memcpy", lambda: lambda: np.copyto(out, frames), LIMIT)]
     contenders += [_ours(frames, chain, everything, frames.shape[1]) for chain in OUR_CHAINS[name]]
-    blobs = [compress_image_seq(one) for one in frames]
+    blobs = [compress_image_seq(sequence) for sequence in frames]
     decode = partial(
         decompress_many, blobs, frames.shape[2:], frames.shape[1], frames.dtype, out=out
     )
@@ -99,13 +99,13 @@ def _named(label: str, frames: np.ndarray, num_bytes: int) -> str:
 
 
 def _peers(frames: np.ndarray) -> dict[str, Coder]:
-    found: dict[str, Coder] = {
+    coders: dict[str, Coder] = {
         "blosc2 lz4 bitshuffle": partial(_blosc2, codec="LZ4", filter_name="BITSHUFFLE"),
         "blosc2 zstd shuffle": partial(_blosc2, codec="ZSTD", filter_name="SHUFFLE"),
         "zstd-3": _zstd,
         "HDF5 gzip-4": _hdf5,
     }
-    return {**found, "PNG-1": _png} if frames.dtype == np.uint8 else found
+    return {**coders, "PNG-1": _png} if frames.dtype == np.uint8 else coders
 
 
 def _chunks(frames: np.ndarray, size: int) -> list[np.ndarray]:
@@ -158,16 +158,16 @@ def _png(frames: np.ndarray) -> Any:
 
 
 def _hdf5(frames: np.ndarray) -> Any:
-    # Or every chunk of so small a set is in its cache
+    # Otherwise every chunk of this small set would be in its cache.
     file = h5py.File(io.BytesIO(), "w", rdcc_nbytes=0)
     datasets = [
-        file.create_dataset(str(place), data=one, compression="gzip", compression_opts=4)
-        for place, one in enumerate(frames)
+        file.create_dataset(str(place), data=dataset, compression="gzip", compression_opts=4)
+        for place, dataset in enumerate(frames)
     ]
     return (
-        lambda one, out: one.read_direct(out),
+        lambda dataset, out: dataset.read_direct(out),
         datasets,
-        sum(one.id.get_storage_size() for one in datasets),
+        sum(dataset.id.get_storage_size() for dataset in datasets),
     )
 
 
@@ -195,14 +195,17 @@ def _gather(frames: np.ndarray, draws: list[Any], out: np.ndarray) -> Call:
     waiting = cycle(draws)
 
     def call() -> None:
-        for place, (one, start) in enumerate(zip(*next(waiting), strict=True)):
-            out[place] = frames[one, start : start + WINDOW]
+        for place, (trajectory, start) in enumerate(zip(*next(waiting), strict=True)):
+            out[place] = frames[trajectory, start : start + WINDOW]
 
     return call
 
 
 def _ours(frames: np.ndarray, chain: str, draws: list[Any], length: int) -> Contender:
-    """Gather windows of `length` frames from block files with this codec; nothing decoded is kept."""
+    """Gather windows of `length` frames from block files with this codec.
+
+    Decoded frames are not cached.
+    """
     folder, image = tempfile.TemporaryDirectory(prefix="codecs-"), "observation/image"
     num, num_steps = frames.shape[:2]
     try:
@@ -213,21 +216,21 @@ def _ours(frames: np.ndarray, chain: str, draws: list[Any], length: int) -> Cont
             writer.add_rollout(observation=observation, action=torch.zeros(num_steps, num, 1))
     except ValueError as missing:
         return Contender(chain, partial(_skip, str(missing)), OURS)
-    # Or every chunk of so small a set would be kept
+    # Otherwise every chunk of this small set would be in its cache.
     source = LiveSource(folder.name, chunk_cache_bytes=0)
     source.refresh()
     store = source.snapshot()
     chunks = read_header(store.index.blocks[0].path).chunks[DATA].get(image)
     num_bytes = frames.nbytes if chunks is None else int(chunks.places[-1] - chunks.places[0])
-    trajectory_of = store.index.find([(store.index.writers[0], one) for one in range(num)])
+    trajectory_of = store.index.find([(store.index.writers[0], number) for number in range(num)])
     width = store.layouts[DATA].columns[image].row_bytes // 4
     count = np.full(len(draws[0][0]), length)
     out = torch.empty(int(count.sum()), width, dtype=torch.int32)
     waiting = cycle(draws)
 
     def call() -> None:
-        one, start = next(waiting)
-        runs = store.locate(trajectory_of[one], start, count, np.cumsum(count) - count)
+        trajectory, start = next(waiting)
+        runs = store.locate(trajectory_of[trajectory], start, count, np.cumsum(count) - count)
         store.copy((DATA, image), runs, length, out)
 
     return Contender(_named(chain, frames, num_bytes), lambda: call, OURS, close=folder.cleanup)
@@ -242,11 +245,11 @@ def _from_memory(
     scratch = np.empty((size, *frames.shape[2:]), frames.dtype)
 
     def call() -> None:
-        for place, (one, start) in enumerate(zip(*next(waiting), strict=True)):
+        for place, (trajectory, start) in enumerate(zip(*next(waiting), strict=True)):
             if label.startswith("HDF5"):
-                coded[one].read_direct(out[place], np.s_[start : start + WINDOW])
+                coded[trajectory].read_direct(out[place], np.s_[start : start + WINDOW])
                 continue
-            first = one * length + start
+            first = trajectory * length + start
             for number in range(first // size, (first + WINDOW - 1) // size + 1):
                 decode(coded[number], scratch)
                 low, high = max(first, number * size), min(first + WINDOW, (number + 1) * size)
@@ -258,15 +261,15 @@ def _from_memory(
 
 
 def threads(name: str, frames: np.ndarray) -> Case:
-    """Decode with two threads where they are faster."""
-    blobs = [compress_image_seq(one) for one in frames]
+    """Decode with two threads, where two threads are faster."""
+    blobs = [compress_image_seq(sequence) for sequence in frames]
     out = np.empty_like(frames)
     decode = partial(
         decompress_many, blobs, frames.shape[2:], frames.shape[1], frames.dtype, out=out
     )
 
     def settled() -> Call:
-        for _ in range(NUM_SETTLING):  # by now it has measured both ways
+        for _ in range(NUM_SETTLING):  # it has measured both ways before
             decode(num_threads=2)
         return partial(decode, num_threads=2)
 
@@ -274,7 +277,7 @@ def threads(name: str, frames: np.ndarray) -> Case:
         f"threads: {name}",
         (
             Contender("one thread", lambda: partial(decode, num_threads=1), LIMIT),
-            Contender("up to two", settled, OURS, reach=REACH_THREADS[name]),
+            Contender("one or two threads", settled, OURS, reach=REACH_THREADS[name]),
         ),
         num_bytes=frames.nbytes,
         num_repeats=15,

@@ -1,9 +1,9 @@
-"""The data that the workloads move: made once under out/benchmarks/data, then reused.
+"""Data of the workloads: created once below out/benchmarks/data, then reused.
 
-One rule: rows look like the real thing. Small data are real MuJoCo rollouts; large data come from a
-generator: every feature is a Gaussian AR(1) process over time (coefficient 0.95, mean 0, variance
-1, features and environments independent), float32, so that neighbouring frames resemble each other
-and nothing compresses to zero.
+Small data are real MuJoCo rollouts. Large data come from a generator: every feature is a Gaussian
+AR(1) process over time (coefficient 0.95, mean 0, variance 1). Features and environments are
+independent, and values are float32. So frames that follow each other are similar, and nothing
+compresses to zero.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def row_bytes(rollout: Rollout) -> int:
 def generated(
     num_steps: int, num_envs: int, widths: dict[str, int] | None = None, seed: int = 0
 ) -> Rollout:
-    """Generate `[T, N, ...]` columns as the module says; every environment's trajectory ends with the last step."""
+    """Generate `[T, N, ...]` columns with the process of this module.
+
+    Each environment's trajectory ends with the last step.
+    """
     generator = torch.Generator().manual_seed(seed)
     rollout: Rollout = {}
     for name, width in (widths or WIDTHS).items():
@@ -62,7 +65,9 @@ def generated(
 
 
 def mujoco(task: str, num_steps: int, num_envs: int, seed: int = 0) -> Rollout:
-    """Roll a uniform random policy through a MuJoCo task; float32 observations, ends where the task ends."""
+    """Record a uniform random policy in a MuJoCo task: float32 observations, and the ends of the
+    task.
+    """
     try:
         import gymnasium
         from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -70,7 +75,7 @@ def mujoco(task: str, num_steps: int, num_envs: int, seed: int = 0) -> Rollout:
         envs = SyncVectorEnv(
             [lambda: gymnasium.make(task)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP
         )
-    except Exception as error:  # without MuJoCo the case is left out, whatever is wrong with it
+    except Exception as error:  # Without MuJoCo the case is left out.
         raise PeerMissing(f"{task}: {type(error).__name__}: {error}") from error
     envs.action_space.seed(seed)
     observation, _ = envs.reset(seed=seed)
@@ -92,7 +97,10 @@ def mujoco(task: str, num_steps: int, num_envs: int, seed: int = 0) -> Rollout:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder of that name under `DATA`, made by `make(folder)` if no earlier run finished the same data."""
+    """Return the folder with a name below `DATA`.
+
+    Call `make(folder)` unless an earlier run has created the same data.
+    """
     folder, stamp = DATA / name, DATA / f"{name}.done"
     recipe = _recipe()
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != recipe:
@@ -105,20 +113,24 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _recipe() -> str:
-    """Identify what the data are made by: the format of the files and this module."""
+    """Return an identifier of the data: it depends on the file format and the code of this
+    module.
+    """
     library = Path(rollout_data.__file__).parent
     names = ("FORMAT.md", "blocks/block_header.py", "blocks/write_block.py")
     sources = (*(library / name for name in names), Path(__file__))
     return f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
 
 
-#: Environments of one rollout, and the most bytes of one file, when a large dataset is written.
+#: Environments of one rollout, and maximum bytes of one file, of a large dataset.
 ENVS_PER_ROLLOUT = 1024
 BLOCK_BYTES = 1 << 30
 
 
 def record(folder: Path, rollout: Rollout, steps_per_rollout: int = 0) -> None:
-    """Write a rollout with our writer: a file per `ENVS_PER_ROLLOUT` environments and some steps (0: all steps)."""
+    """Record a rollout with our writer, in files of `ENVS_PER_ROLLOUT` environments and some steps
+    (0: all steps).
+    """
     num_steps, num_envs = rollout["done"].shape
     num_together = min(num_envs, ENVS_PER_ROLLOUT)
     step = steps_per_rollout or num_steps
@@ -133,7 +145,7 @@ def record(folder: Path, rollout: Rollout, steps_per_rollout: int = 0) -> None:
                 writer.flush()
 
 
-#: Our column -> the name in a trajectory folder's pickles.
+#: Our column -> the name in the pickles of a trajectory folder.
 FOLDER_NAMES = {
     "observation": "observations",
     "privileged_observation": "privileged_observations",
@@ -167,7 +179,7 @@ def num_bytes_of(folder: Path) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Drop the files below a folder from the page cache (those that no process maps)."""
+    """Remove the files below a folder from the page cache, except mapped files."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.device`: what calls cost with tensors on a GPU. Prints one JSON object per line.
+"""`python -m benchmarks.device`: time of calls with tensors on a GPU.
+
+Prints one JSON object per line.
 
     python -m benchmarks.device --out device.jsonl            # on a GPU, under 4 minutes
     python -m benchmarks.device --device cpu --small          # checks the logic
@@ -54,7 +56,7 @@ END_RATE = 0.02
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the measured storages are."""
+    """Sizes of the measured storages."""
 
     rows: tuple[int, ...] = (32, 4096)
     slots: int = 128
@@ -67,7 +69,7 @@ SMALL = Sizes(rows=(8,), slots=16, observation=6, action=2)
 
 
 class Device:
-    """The device that is measured, and how it is timed."""
+    """The measured device, and its clock."""
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
@@ -90,7 +92,7 @@ class Device:
         return about
 
     def measure(self, call: Call, seconds: float) -> dict[str, Any]:
-        """Time a call; see the module for the keys."""
+        """Time a call. The module lists the keys of the result."""
         for _ in range(3):
             call()
         self.synchronize()
@@ -109,7 +111,7 @@ class Device:
         return facts
 
     def _time(self, call: Call, num_calls: int) -> tuple[float, float]:
-        """Return seconds per call until it was issued, and until it was done."""
+        """Return the seconds per call until it was issued, and until the device had finished."""
         self.synchronize()
         start = time.perf_counter()
         for _ in range(num_calls):
@@ -128,7 +130,7 @@ class Device:
         return float(start.elapsed_time(stop))
 
     def _behind(self, call: Call, host_s: float) -> float | None:
-        """Return microseconds per call of the device alone; None if the host waited."""
+        """Return the microseconds per call of the device alone; None if the host waited."""
         num_calls = max(1, min(20, int(0.1 / max(host_s, 1e-6))))
         times = []
         for _ in range(3):
@@ -170,8 +172,8 @@ class Device:
 
 
 def steps_of(num_envs: int, sizes: Sizes, device: torch.device) -> list[RolloutStorage.Transition]:
-    """Make a few steps of random numbers."""
-    made = []
+    """Create a few steps of random numbers."""
+    steps = []
     for _ in range(4):
         columns = {
             "observations": torch.randn(num_envs, sizes.observation),
@@ -187,12 +189,12 @@ def steps_of(num_envs: int, sizes: Sizes, device: torch.device) -> list[RolloutS
         step = RolloutStorage.Transition()
         for name, column in columns.items():
             setattr(step, name, column.to(device))
-        made.append(step)
-    return made
+        steps.append(step)
+    return steps
 
 
 def rows_of(num_rows: int, sizes: Sizes, device: torch.device) -> dict[str, torch.Tensor]:
-    """Make transitions of one step of all environments."""
+    """Create transitions of one step of all environments."""
     rows = {
         "observation": torch.randn(num_rows, sizes.observation),
         "action": torch.randn(num_rows, sizes.action),
@@ -209,7 +211,7 @@ def row_words(sizes: Sizes) -> int:
 
 
 def bare_gather(num_rows: int, num_source: int, num_words: int, device: torch.device) -> Call:
-    """Prepare a gather of rows by given indices: the least that a sample must do."""
+    """Prepare a gather of rows with given indices: the minimum work of a sample."""
     source = torch.zeros(num_source, num_words, device=device)
     index = torch.randint(num_source, (num_rows,), device=device)
     out = torch.empty(num_rows, num_words, device=device)
@@ -217,10 +219,12 @@ def bare_gather(num_rows: int, num_source: int, num_words: int, device: torch.de
 
 
 class PairRing:
-    """A ring written by hand, as many trainers have one: `[lanes, slots, ...]` tensors, next observations kept twice.
+    """A ring written by hand, as many trainers have: `[lanes, slots, ...]` tensors with each next
+    observation stored again.
 
-    A sample draws some rows of each lane. With several steps, rewards are summed up to the first
-    end, and the newest row counts as truncated while a sample is drawn, so that no sum crosses it.
+    A sample draws the same number of rows of each lane. Rewards of several steps are summed up to
+    the first end. The newest row counts as truncated during a draw, so that no sum includes older
+    rows.
     """
 
     def __init__(self, num_lanes: int, sizes: Sizes, device: torch.device) -> None:
@@ -251,10 +255,10 @@ class PairRing:
         num_live = min(self._num_written, self._slots)
         shape = (len(self._lane), rows_per_lane)
         first = torch.randint(num_live, shape, device=self._lane.device)
-        found = {name: getattr(self, name)[self._lane, first] for name in ("observation", "action")}
+        batch = {name: getattr(self, name)[self._lane, first] for name in ("observation", "action")}
         if num_steps == 1:
             others = ("reward", "done", "truncated", "next_observation")
-            return found | {name: getattr(self, name)[self._lane, first] for name in others}
+            return batch | {name: getattr(self, name)[self._lane, first] for name in others}
         slots = (first.unsqueeze(-1) + torch.arange(num_steps, device=first.device)) % self._slots
         lanes = self._lane.unsqueeze(-1)
         newest = (self._num_written - 1) % self._slots
@@ -266,7 +270,7 @@ class PairRing:
         reward = (self.reward[lanes, slots] * is_taken * discounts).sum(-1)
         last = is_taken.sum(-1, keepdim=True) - 1
         last_slot = slots.gather(-1, last).squeeze(-1)
-        return found | {
+        return batch | {
             "reward": reward,
             "done": done.gather(-1, last).squeeze(-1),
             "truncated": truncated.gather(-1, last).squeeze(-1),
@@ -368,7 +372,7 @@ def rollout_cases(num_envs: int, sizes: Sizes, device: torch.device) -> Iterator
         (
             Contender("index_select of packed rows", gathering, LIMIT),
             Contender("new permutation per epoch", drawing, OURS),
-            Contender("shuffled once", lambda: drawing(reshuffle="once"), OURS),
+            Contender("one permutation for all epochs", lambda: drawing(reshuffle="once"), OURS),
             Contender("recurrent", drawing_recurrent, OURS),
             Contender("rsl_rl", lambda: rsl_drawing(num_envs, sizes, device), PEER),
         ),
@@ -383,7 +387,7 @@ def columns_once(num_envs: int, device: torch.device) -> Call:
 
 
 def looping(num_envs: int, device: torch.device) -> Call:
-    """Prepare advantages by a loop over the steps, as on-policy trainers write it."""
+    """Prepare advantages by a loop over the steps, as in on-policy trainers."""
     rewards, values = torch.randn(2, NUM_STEPS, num_envs, 1, device=device)
     dones = (torch.rand(NUM_STEPS, num_envs, 1, device=device) < END_RATE).byte()
     last_values = torch.zeros(num_envs, 1, device=device)
@@ -486,7 +490,7 @@ def filled_torchrl(num_lanes: int, sizes: Sizes, device: torch.device) -> tuple[
 
 
 def ring_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Yield the calls of off-policy learning; a ring has as many lanes as a batch has rows."""
+    """Yield the calls of off-policy learning. The ring has as many lanes as a batch has rows."""
     num_source = num_rows * sizes.slots
     num_words = row_words(sizes)
     num_bytes = num_rows * num_words * 4
@@ -579,7 +583,7 @@ def ring_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iterator[Ca
 
 
 def prioritized_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Yield drawing by priority and updating what was drawn."""
+    """Yield draws by priority, and updates of the drawn rows."""
     num_source = num_rows * sizes.slots
     num_words = row_words(sizes)
 
@@ -635,7 +639,7 @@ def prioritized_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iter
 
 
 def file_cases(num_envs: int, sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Yield recording a step of all environments, and playing recorded trajectories from the device's memory."""
+    """Yield recording a step of all environments, and playback from the memory of the device."""
     num_words = row_words(sizes)
     row_bytes = num_words * 4
     names = {
@@ -730,7 +734,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def synchronized(contender: Contender, device: torch.device) -> Contender:
-    """Return a contender whose call ends when the device has done its work."""
+    """Return a contender whose call ends when the device has finished."""
     if device.type != "cuda":
         return contender
 
@@ -745,7 +749,7 @@ def synchronized(contender: Contender, device: torch.device) -> Contender:
 
 
 def memory_lines(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the bytes that storages take per step of one environment."""
+    """Yield the bytes that storages need per step of one environment."""
     num_lanes = sizes.rows[-1]
 
     def ring(with_finals: bool) -> Call:
@@ -760,7 +764,7 @@ def memory_lines(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]
     for name, make in makers.items():
         before = allocated_bytes(device)
         try:
-            kept: Any = make()
+            store: Any = make()
         except peers.PeerMissing as missing:
             yield {"case": name, "rows": num_lanes, "skipped": str(missing)}
             continue
@@ -768,9 +772,9 @@ def memory_lines(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]
         num_bytes = (
             allocated_bytes(device) - before
             if device.type == "cuda"
-            else getattr(kept, "num_bytes", None)
+            else getattr(store, "num_bytes", None)
         )
-        del kept
+        del store
         yield {
             "case": name,
             "rows": num_lanes,
@@ -843,7 +847,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 _FLAGS = (Field("terminated", (1,), "bool"), Field("truncated", (1,), "bool"))
 _SCALARS = (Field("reward", (1,)), *_FLAGS)
-#: Usual sets of fields of one transition or one step of a rollout.
+#: Common sets of fields of one transition or one step of a rollout.
 FIELD_SETS: dict[str, tuple[Field, ...]] = {
     "6 observations, 2 actions": (Field("observation", (6,)), Field("action", (2,)), *_SCALARS),
     "17 observations, 6 actions": (Field("observation", (17,)), Field("action", (6,)), *_SCALARS),
@@ -862,7 +866,9 @@ _ALIGNMENT = 16
 
 
 def aligned_bytes(fields: tuple[Field, ...], aligns_all: bool) -> int:
-    """Return the size of a row whose fields start at multiples of 16 bytes: all, or those of 16 bytes or more."""
+    """Return the size of a row in which fields start at multiples of 16 bytes: all fields, or
+    fields of 16 bytes and more.
+    """
     start = 0
     for field in sorted(fields, key=lambda field: -field.row_bytes):
         step = (
@@ -875,7 +881,7 @@ def aligned_bytes(fields: tuple[Field, ...], aligns_all: bool) -> int:
 
 
 def alignment_bytes() -> Iterator[dict[str, Any]]:
-    """Yield what starts of fields at multiples of 16 bytes cost."""
+    """Yield the memory that aligned fields cost."""
     for name, fields in FIELD_SETS.items():
         today = sum(group.row_bytes for group in lay_out(Schema(fields)))
         wide, every = (aligned_bytes(fields, aligns_all) for aligns_all in (False, True))
@@ -890,7 +896,9 @@ def alignment_bytes() -> Iterator[dict[str, Any]]:
 
 
 def alignment_steps(sizes: Sizes, measured: Device, seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield a compiled learner step on batches cut from packed rows, by the alignment of rows and fields."""
+    """Yield a compiled learner step on batches of packed rows, for each alignment of rows and
+    fields.
+    """
     num_rows = 65_536 if measured.is_cuda else 256
     width = sizes.observation
     weight = torch.nn.Linear(width, 64, device=measured.device)
@@ -927,12 +935,12 @@ def compiled_facts(
     measured: Device,
     seconds: float,
 ) -> dict[str, Any]:
-    """Compile a function by Inductor and describe how its code loads the batch."""
+    """Compile a function with Inductor, and describe how its code loads the batch."""
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
-    config.compile_threads = 1  # other processes would keep their own folder for the code
+    config.compile_threads = 1  # other processes would use their own folder for the code
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         caches = {
             name: os.path.join(folder, name)
@@ -1011,10 +1019,12 @@ def measure_case(
         lines.write(section, **about, **facts)
 
 
-def write_each(lines: Lines, section: str, found: Iterator[dict[str, Any]], limit_s: float) -> None:
+def write_each(
+    lines: Lines, section: str, results: Iterator[dict[str, Any]], limit_s: float
+) -> None:
     """Write the lines of a section up to its first failure."""
     try:
-        for facts in found:
+        for facts in results:
             lines.write(section, **facts)
             if lines.elapsed_s > limit_s:
                 return

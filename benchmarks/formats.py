@@ -1,11 +1,11 @@
-"""Other systems' files: open a set, draw windows from it, convert it.
+"""Files of other systems: open a set, draw windows, convert the set.
 
 The sets have 1,000 episodes of 100 frames of 32 + 8 + 1 floats (16 MB), written by our writers. The
-limit of opening is to list the episodes with h5py or to read the tables with pyarrow; that of
-windows is a gather of the same windows from memory into a reused output; that of converting is to
-read the same fields and to write as many bytes. Windows of pictures come from the same frames of
-128 x 128 pixels, stored as pictures (ours as they are, LeRobot's as PNG) or as H.264; LeRobot's own
-dataset class reads LeRobot's set (lerobot asks for another torch: install it with --no-deps).
+limit of opening lists the episodes with h5py, or reads the tables with pyarrow. The limit of
+windows gathers the same windows from memory into a reused output. The limit of converting reads the
+same fields and writes as many bytes. Windows of pictures are from the same frames of 128 x 128
+pixels, stored as pictures (ours raw, LeRobot's as PNG) or as H.264. LeRobot's own dataset class
+reads LeRobot's set. lerobot requires another version of torch: install it with --no-deps.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from . import data, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 from .images import FRAME_RATE_HZ, image_set
 
-#: Windows of pictures: episodes, frames of each, and windows in a batch.
+#: Windows of pictures: episodes, frames of each episode, and windows of a batch.
 PICTURES, PICTURE_BATCH = (8, 64), 32
 NUM_EPISODES, NUM_STEPS, WIDTHS = 1000, 100, {"observation": 32, "action": 8}
 LENGTH, BATCH = 10, 256
-#: Operators of torchvision, declared once.
+#: Operators of torchvision. They may be declared only once.
 _operators: Any = None
-#: What we promise: a set of 1,000 episodes opens within half a second.
+#: Promise: a set of 1,000 episodes opens within half a second.
 REACH_OPEN_S = 0.5
-#: Format -> the file or folder below its folder, and options of writing it.
+#: Format -> the file or folder below its folder, and options for writing it.
 SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "rollout-data": ("set", {}),
     "robomimic": ("set.hdf5", {"next_obs": True}),
@@ -76,12 +76,12 @@ def _made(name: str, tag: str, source: Path) -> Path:
 
 def _opening(name: str, path: Path, num_episodes: int) -> Case:
     def opened() -> int:
-        found = rollout_data.open(path)
-        assert len(found) == num_episodes
-        return int(found[num_episodes // 2].length)
+        recording = rollout_data.open(path)
+        assert len(recording) == num_episodes
+        return int(recording[num_episodes // 2].length)
 
     contenders = [
-        Contender("read the list", lambda: lambda: _listed(name, path), LIMIT),
+        Contender("list the episodes", lambda: lambda: _listed(name, path), LIMIT),
         Contender("rollout_data.open", lambda: opened, OURS, reach_s=REACH_OPEN_S),
     ]
     if name == "minari":
@@ -96,7 +96,7 @@ def _opening(name: str, path: Path, num_episodes: int) -> Case:
 
 
 def _listed(name: str, path: Path) -> int:
-    """Read which episodes there are, and how long, and nothing else."""
+    """Read the number and the lengths of the episodes."""
     if name == "lerobot":
         parquet = peers.load("pyarrow", "parquet")
         return sum(
@@ -108,7 +108,7 @@ def _listed(name: str, path: Path) -> int:
     with h5py.File(path if name == "robomimic" else path / "data" / "main_data.hdf5") as file:
         group = file["data"] if name == "robomimic" else file
         key = "num_samples" if name == "robomimic" else "total_steps"
-        return sum(int(group[one].attrs[key]) for one in group)
+        return sum(int(group[demo].attrs[key]) for demo in group)
 
 
 def _windows(name: str, path: Path) -> Case:
@@ -246,10 +246,10 @@ def _minari(path: Path) -> Any:
 
 
 def load_lerobot() -> Any:
-    """Import LeRobot's dataset class, or raise `PeerMissing`."""
+    """Import LeRobot's dataset class. Raises `PeerMissing` if that fails."""
     global _operators
     if _operators is None:
-        # torchvision for CUDA does not load its operators beside torch for CPUs; none is called.
+        # torchvision for CUDA cannot load its operators with torch for CPUs. No operator is called.
         _operators = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             with suppress(RuntimeError):
@@ -258,7 +258,7 @@ def load_lerobot() -> Any:
 
 
 def lerobot_set(path: Path, fields: Sequence[str] = (), length: int = LENGTH) -> Any:
-    """Open a set with LeRobot's dataset class; windows of `length` frames of some fields."""
+    """Open a set with LeRobot's dataset class, for windows of `length` frames of some fields."""
     module = load_lerobot()
     if module.CODEBASE_VERSION != "v3.0":
         raise peers.PeerMissing(f"lerobot: reads sets of version {module.CODEBASE_VERSION}")

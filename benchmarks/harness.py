@@ -1,8 +1,8 @@
-"""The harness: time contenders in alternation, print a table, write JSON and a chart.
+"""Time contenders in alternation. Print a table; write JSON and a chart.
 
-One rule: every figure is a ratio to a limit that was measured in the same process, in turns with
-the figure. A workload is a module with a function `cases(quick)` that yields `Case`s; its line in
-`benchmarks/__main__.py` makes it known. What a workload measures does not belong here.
+Every figure is a ratio to a limit, which is measured in the same process and alternates with the
+figure. A workload is a module with a function `cases(quick)` that yields `Case` objects.
+`benchmarks/__main__.py` lists all workloads.
 
 A minimal workload:
 
@@ -35,16 +35,16 @@ from tqdm import tqdm
 from .peers import PeerMissing
 
 OURS, LIMIT, PEER = "ours", "limit", "peer"
-#: A repetition calls a short function often enough to last this long, so that the clock does not
-#: matter.
+#: A repetition calls a short function until it lasts this long, in seconds, so that the clock is
+#: precise enough.
 MIN_REPETITION_S = 0.02
 MAX_CALLS = 2000
 WARM_UP_STRETCH_S = 0.5
-#: A contender that needs longer than this for one call is repeated `MIN_REPEATS` times only.
+#: A contender that needs more seconds than this per call is repeated only `MIN_REPEATS` times.
 SLOW_CALL_S = 1.0
 MIN_REPEATS = 5
 
-#: The clock of all figures: the wall, or with `--processor-time` the processor time of this process.
+#: Clock of all figures: wall time, or with `--processor-time` the processor time of this process.
 clock: Callable[[], float] = time.perf_counter
 
 Call = Callable[[], object]
@@ -53,40 +53,38 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of doing a case's work."""
+    """One implementation of the work of a case."""
 
     name: str
-    #: Untimed: makes everything ready and returns what is timed. Raises `PeerMissing` with the
-    #: reason to skip.
+    #: Not timed: prepares the work and returns the timed function. Raises `PeerMissing` with the
+    #: reason to skip the contender.
     prepare: Callable[[], Call]
     role: str = OURS
-    #: Untimed, before every repetition, which then is a single call: clear a folder, drop the page
-    #: cache.
+    #: Not timed, called before every repetition, which is then a single call: clears a folder, or
+    #: drops the page cache.
     before: Call | None = None
-    #: What we promise: at most this multiple of the limit, or at most this many seconds per call.
+    #: Promise: at most this multiple of the limit, or at most this many seconds per call.
     reach: float | None = None
     reach_s: float | None = None
-    #: The call returns the seconds that count, instead of being timed from outside.
+    #: Whether the call returns its own seconds, instead of being timed.
     own_clock: bool = False
-    #: Untimed, when the case is over.
+    #: Not timed, called at the end of the case.
     close: Call | None = None
-    #: Text of the last column of the table: what was counted beside the time. Called before
-    #: `close`.
+    #: Text of the last column of the table, such as counts. Called before `close`.
     note: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """The same work done by several contenders, one of which is the limit."""
+    """Work that several contenders do. One of them is the limit."""
 
     name: str
     contenders: tuple[Contender, ...]
-    #: Bytes that one call moves, for the throughput column; 0 for none.
+    #: Bytes that one call moves, for the throughput column; 0 for no throughput.
     num_bytes: int = 0
     num_repeats: int = 7
-    #: For how long, at most, short calls are repeated before the clock counts, until they get no
-    #: faster. Gigabytes that lay idle while the next contender was filled are up to 30 times slower
-    #: at first in virtual machines.
+    #: Maximum seconds of warm-up calls of a short function, until calls get no faster. In virtual
+    #: machines, unused gigabytes are at first up to 30 times slower.
     warm_up_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -95,7 +93,7 @@ class Case:
 
 @dataclass
 class Timing:
-    """What was measured of one contender in one case."""
+    """Measurements of one contender in one case."""
 
     case: str
     name: str
@@ -106,7 +104,7 @@ class Timing:
     #: Seconds per call, one value per repetition.
     times_s: list[float] = field(default_factory=list)
     ratio: float | None = None
-    #: Why there is no figure.
+    #: Reason for a missing figure.
     skipped: str = ""
     failed: str = ""
     note: str = ""
@@ -117,7 +115,7 @@ class Timing:
 
     @property
     def is_reached(self) -> bool | None:
-        """Tell whether the promise was kept; None where nothing was promised or measured."""
+        """Whether the promise was kept; None without a promise or a measurement."""
         if self.median_s is None or (self.reach is None and self.reach_s is None):
             return None
         below_ratio = self.reach is None or (self.ratio is not None and self.ratio <= self.reach)
@@ -125,7 +123,10 @@ class Timing:
 
 
 def measure(case: Case) -> list[Timing]:
-    """Time the contenders of a case in alternation; one that raises is reported and left out."""
+    """Time the contenders of a case in alternation.
+
+    A contender that raises is reported and left out.
+    """
     timings = [
         Timing(case.name, entry.name, entry.role, case.num_bytes, entry.reach, entry.reach_s)
         for entry in case.contenders
@@ -168,7 +169,10 @@ def measure(case: Case) -> list[Timing]:
 
 
 def run(cases: Iterable[Case], name: str) -> list[Timing]:
-    """Measure all cases of a workload; a case whose data cannot be made ends the workload with a report."""
+    """Measure all cases of a workload.
+
+    If the data of a case cannot be created, report it and end the workload.
+    """
     timings: list[Timing] = []
     waiting = iter(cases)
     bar = tqdm(desc=name, unit=" cases")
@@ -213,12 +217,12 @@ def _is_done(timing: Timing) -> bool:
 def _calls_per_repetition(
     contender: Contender, timing: Timing, call: Call | None, warm_up_s: float
 ) -> int:
-    """Warm up and count how many calls make one repetition long enough."""
+    """Warm up, and return how many calls a repetition needs to be long enough."""
     if call is None:
         return 0
     if contender.before is not None or contender.own_clock:
         return 1
-    # Of the wall, also with `--processor-time`: a call that waits is not repeated 2,000 times.
+    # Wall time also with `--processor-time`: a call that waits is not repeated 2,000 times.
     wall = time.perf_counter
     first_s = _guarded(timing, lambda: _repeat(contender, call, 1, wall))
     if first_s is None or first_s > SLOW_CALL_S:
@@ -230,7 +234,7 @@ def _calls_per_repetition(
 
 
 def _warm_up(call: Call, at_most_s: float) -> None:
-    """Call until a stretch is less than a tenth faster than the fastest before it."""
+    """Call until a series of calls is less than a tenth faster than the fastest series before."""
     stop_s, fastest_s = time.perf_counter() + at_most_s, float("inf")
     while time.perf_counter() < stop_s:
         start_s, num_calls = time.perf_counter(), 0

@@ -1,9 +1,9 @@
-"""The image set: what a moving camera sees of a small scene, rendered by casting one ray per pixel.
+"""Synthetic images: a moving camera over a small scene, rendered by casting one ray per pixel.
 
-One rule: synthetic and said so. A floor with a checker of 0.5 m tiles in two colours and a grain of
-2 cm (brightness uniform in +-6 %), a sky with a vertical gradient, and five coloured balls that
-move; the camera drives an arc at 0.5 m/s, 25 frames per second. RGB is 128 x 128 uint8. Depth is 64
-x 64 float32, metres along the ray, cut at 10 m; the noisy set adds Gaussian noise with a standard
+The scene has a floor with a checker of 0.5 m tiles in two colours and a grain of 2 cm (brightness
+uniform in +-6 %), a sky with a vertical gradient, and five coloured balls that move. The camera
+drives an arc at 0.5 m/s, with 25 frames per second. RGB is 128 x 128 uint8. Depth is 64 x 64
+float32, in metres along the ray, at most 10 m. The noisy set adds Gaussian noise with a standard
 deviation of 0.3 % of the depth.
 """
 
@@ -31,22 +31,22 @@ SHAPES = {"rgb": (128, 128, 3), "depth_clean": (64, 64), "depth_noisy": (64, 64)
 def image_set(num_trajectories: int, num_frames: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Render trajectories: name -> `[num_trajectories, num_frames, *shape]`."""
     generator = np.random.default_rng(seed)
-    found = {
+    images = {
         name: np.empty(
             (num_trajectories, num_frames, *shape), np.uint8 if name == "rgb" else np.float32
         )
         for name, shape in SHAPES.items()
     }
-    for one in trange(num_trajectories, desc="images", leave=False):
+    for trajectory in trange(num_trajectories, desc="images", leave=False):
         scene = _Scene(generator)
         for frame in range(num_frames):
             time_s = frame / FRAME_RATE_HZ
-            found["rgb"][one, frame] = scene.colours(time_s, 128)
-            found["depth_clean"][one, frame] = scene.depth(time_s, 64)
-    depth = found["depth_clean"]
+            images["rgb"][trajectory, frame] = scene.colours(time_s, 128)
+            images["depth_clean"][trajectory, frame] = scene.depth(time_s, 64)
+    depth = images["depth_clean"]
     noise = generator.standard_normal(depth.shape, np.float32)
-    np.multiply(depth, 1 + NOISE * noise, out=found["depth_noisy"])
-    return found
+    np.multiply(depth, 1 + NOISE * noise, out=images["depth_noisy"])
+    return images
 
 
 def record_rgb(folder: Path, frames: np.ndarray, codec: str) -> None:
@@ -76,7 +76,7 @@ def convert_to_lerobot(recording: Path, target: Path) -> None:
 
 
 class _Scene:
-    """Where everything is at a time."""
+    """Positions of all objects at a time."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self.heading, self.turn = generator.uniform(0, 6.28), generator.uniform(-0.3, 0.3)
@@ -116,7 +116,9 @@ class _Scene:
     def _hits(
         self, time_s: float, size: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Distance, number of the ball (-1 for none) and direction of each ray; the camera's place."""
+        """Return distance, number of the ball (-1 for none) and direction of each ray, and the
+        position of the camera.
+        """
         heading = self.heading + self.turn * time_s
         forward = np.array([np.cos(heading), np.sin(heading), -0.25])
         side = np.array([-np.sin(heading), np.cos(heading), 0.0])

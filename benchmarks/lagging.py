@@ -1,7 +1,6 @@
-"""A file system for fsspec that answers late: files of this machine, each request `latency_s` later than they could be.
+"""A file system for fsspec that delays the local files: each request takes at least `latency_s`.
 
-One rule: what it gives is exact. It counts its requests, and fails or hangs where it is told to;
-the tests use it too.
+Contents are exact. It counts its requests, and fails or hangs on demand. The tests use it too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ PROTOCOL = "lagging"
 
 
 class LaggingFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Files below `root` on this machine as `lagging://<path>`.
+    """Files below the local folder `root` as `lagging://<path>`.
 
     Attributes (of the class, as fsspec makes the objects):
         root: The folder.
@@ -41,9 +40,9 @@ class LaggingFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @classmethod
     def start(cls, root: Path, latency_s: float = 0.03) -> None:
-        """Serve a folder from now on, and count from 0."""
+        """Serve a folder, and reset the counts."""
         cls.root, cls.latency_s, cls.requests = root, latency_s, []
-        # Those from before go on counting in their own list
+        # Earlier requests still count in their own list.
         cls.most_at_once, cls._under_way = (
             0,
             [],

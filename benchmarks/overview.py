@@ -1,8 +1,7 @@
-"""The chart of README: eight cases, ours and the peers side by side.
+"""The chart of README: eight cases, with ours and the peers side by side.
 
 `python -m benchmarks.overview` reads the reports in `out/benchmarks` and draws
-`benchmarks/how_fast.png`. One rule: nothing is measured or typed in here; a case without a report
-is left out and named.
+`benchmarks/how_fast.png`. Cases without a report are left out, and their labels are printed.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ CASES = {
     ),
     "save 200 MB beside training": ("checkpoint", "wait of the training loop", "save_async"),
 }
-#: Contenders that are a part of the work, not another way to do all of it.
+#: Contenders that do only a part of the work.
 PARTS = {"clone of all tensors", "copies, then write", "memcpy"}
 
 
 def timings(workload: str, case: str) -> list[dict[str, Any]]:
-    """Give what was measured of a case, from the newest report that has it; empty if none has."""
+    """Return the timings of a case from the newest report that has it; empty if there is none."""
     reports = sorted(
         OUT.glob(f"{workload}*.json"), key=lambda path: path.stat().st_mtime, reverse=True
     )
     for report in reports:
         if report.stem in (workload, f"{workload}-part"):
             rows = json.loads(report.read_text(encoding="utf-8"))["timings"]
-            if found := [row for row in rows if row["case"] == case and row["ratio"]]:
-                return found
+            if results := [row for row in rows if row["case"] == case and row["ratio"]]:
+                return results
     return []
 
 
 def draw(path: Path = CHART) -> list[str]:
-    """Draw the chart; return the labels that have no report."""
+    """Draw the chart. Return the labels without a report."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,15 +69,17 @@ def draw(path: Path = CHART) -> list[str]:
     missing, ticks, position = [], {}, 0.0
     for label, (workload, case, ours) in CASES.items():
         rows = timings(workload, case)
-        mine = [row for row in rows if row["role"] == "ours" and row["name"].startswith(ours)][:1]
-        if not mine:
+        our_rows = [row for row in rows if row["role"] == "ours" and row["name"].startswith(ours)][
+            :1
+        ]
+        if not our_rows:
             missing.append(label)
             continue
         peers = sorted(
             (row for row in rows if row["role"] == "peer" and row["name"] not in PARTS),
             key=lambda row: row["ratio"],
         )
-        shown = mine + peers[:4]
+        shown = our_rows + peers[:4]
         ticks[position + (len(shown) - 1) / 2] = label
         bars += [(position + number, row["role"], row) for number, row in enumerate(shown)]
         position += len(shown) + 0.8

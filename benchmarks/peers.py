@@ -1,8 +1,8 @@
-"""The peers: which packages we measure ourselves against, where they come from, which are here.
+"""Peers: the packages that we compare with, their installation, and their versions.
 
-One rule: a peer is always optional. The list is the extra `bench` in setup.cfg, the versions stand
-in constraints.txt. No imports from this project, so that it runs before anything is installed:
-`python benchmarks/peers.py install`.
+Each peer is optional. The extra `bench` in setup.cfg lists them, and constraints.txt has the
+versions. This module imports nothing from this project, so that `python benchmarks/peers.py
+install` runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MODULES = {
     "rsl-rl-lib": "rsl_rl",
     "stable-baselines3": "stable_baselines3",
 }
-#: Part of the extra for the benchmarks themselves; not measured.
+#: Packages of the extra that the benchmarks need; not measured.
 TOOLS = {"gymnasium", "matplotlib"}
 
 
 class PeerMissing(Exception):
-    """A peer that cannot be measured here; the text says why."""
+    """A peer that cannot be measured here. The text states the reason."""
 
 
 def distributions() -> list[str]:
-    """List the peers' distribution names as setup.cfg has them."""
+    """List the distribution names of the peers in setup.cfg."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     wanted = config["options.extras_require"]["bench"].split("\n")
@@ -44,33 +44,33 @@ def distributions() -> list[str]:
 
 
 def load(distribution: str, submodule: str = "") -> ModuleType:
-    """Import a peer, or raise `PeerMissing` with the reason."""
+    """Import a peer. Raises `PeerMissing` with the reason if that fails."""
     name = MODULES.get(distribution, distribution)
     try:
         return importlib.import_module(f"{name}.{submodule}" if submodule else name)
-    except Exception as error:  # whatever it raises is the reason to skip the peer
+    except Exception as error:  # any error is the reason to skip the peer
         text = str(error).splitlines() or [""]
         raise PeerMissing(f"{distribution}: {type(error).__name__}: {text[0]}") from error
 
 
 def versions() -> dict[str, str]:
-    """Say which version of each peer is installed; absent ones are left out."""
-    found = {}
+    """Return the version of each installed peer."""
+    installed = {}
     for name in distributions():
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def install() -> None:
-    """Install the peers one by one beside the pinned torch; print and go on where one cannot be installed."""
+    """Install the peers one by one with the pinned torch. Print failures and continue."""
     names = distributions()
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    kept = [pin for pin in pins if pin.split("==")[0] in {"torch", *names}]
+    needed_pins = [pin for pin in pins if pin.split("==")[0] in {"torch", *names}]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        constraints.write("\n".join(kept) + "\n")
+        constraints.write("\n".join(needed_pins) + "\n")
         constraints.flush()
         for name in names:
             command = [

@@ -1,10 +1,11 @@
-"""Picture sets of four times the cache: windows of 2 RGB frames of 128 x 128 pixels, stored as PNG.
+"""Picture sets of four times the size of the cache: windows of 2 RGB frames of 128 x 128 pixels,
+stored as PNG.
 
-Each figure is from a process of its own, which opens the set and takes batches of 64 windows: the
-first batch with the opening, then the median of the next ones. Imports are not timed. The process
-counts decoded pictures and the growth of its memory. `chunk_cache_bytes` is a quarter of the decoded
-pictures, less than the default, so that the set stays small. The limit decodes as many pictures with
-PIL, from memory.
+Each figure is from a new process, which opens the set and reads batches of 64 windows. The first
+figure is the opening with the first batch, the second is the median of the next batches. Imports
+are not timed. The process counts decoded pictures and the growth of its memory. `chunk_cache_bytes`
+is a quarter of the decoded pictures, less than the default, so that the set can be small. The limit
+decodes as many pictures from memory with PIL.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .images import convert_to_lerobot, image_set, record_rgb
 
 NUM_EPISODES, NUM_STEPS = 10, 120
 LENGTH, BATCH, NUM_BATCHES = 2, 64, 8
-#: The decoded pictures take this many times the bytes of the cache.
+#: Bytes of the decoded pictures, as a multiple of the bytes of the cache.
 TIMES_CACHE = 4
 CAMERA = "observation.images.rgb"
 
@@ -93,7 +94,7 @@ def _decoding(own: Path, batch: int) -> Call:
 def _contender(
     name: str, role: str, command: list[str], results: list[dict[str, float]], is_first: bool
 ) -> Contender:
-    """Measure a reader in new processes; the second case uses the processes of the first."""
+    """Measure a reader in new processes. The second case uses the processes of the first."""
     unread = iter(results)
 
     def run() -> dict[str, float]:
@@ -133,7 +134,7 @@ def _contender(
 def read_set(
     reader: str, path: Path, cache_bytes: int, batch: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Open a set, take batches, and measure: times, decoded pictures and growth of memory."""
+    """Open a set and read batches. Return times, decoded pictures and growth of memory."""
     loaders: dict[str, Callable[[], Any]] = {
         "ours": lambda: WindowLoader(
             WindowDataset(path, LENGTH, fields=["observation"], chunk_cache_bytes=cache_bytes),

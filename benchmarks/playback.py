@@ -1,15 +1,17 @@
-"""Playback: stream recorded frames, `[T, N, ...]` batches without end, and put each through one `Linear`.
+"""Playback: stream recorded frames as endless `[T, N, ...]` batches, and pass each through one
+`Linear`.
 
-The limit is a memcpy of the bytes of one batch, N windows of T + 1 frames (the next observations
-are views of the same frames), from memory into a reused output, and the same `Linear` on contiguous
-observations; of one step, only the memcpy of one row per environment, against making the batch.
-1,024 trajectories have 512 frames (1 GB); environments stand at random places in them, so that in
-every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats and a flag.
+The limit is a memcpy of the bytes of one batch from memory into a reused output, and the same
+`Linear` on contiguous observations. A batch has N windows of T + 1 frames; the next observations
+are views of the same frames. For batches of one step, the limit is only the memcpy of one row per
+environment, and making the batch is measured. 1,024 trajectories have 512 frames (1 GB).
+Environments are at random positions, so that some change trajectory in every batch. Frames have 235
++ 235 + 12 + 1 floats and a flag.
 
-Short trajectories have 80 frames each. A folder "as recorded" has fragments of 24 frames, as a
-writer leaves them that flushes after each rollout; "packed" is the same folder after packing;
-"live" is the same folder while a writer adds a rollout before each 10 batches, which look for new
-data before every batch.
+Short trajectories have 80 frames each. A folder "as recorded" has fragments of 24 frames, as
+written by a writer that flushes after each rollout. "packed" is the same folder after packing.
+"live" is the same folder while a writer adds a rollout before each 10 batches; each batch scans the
+folder.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from rollout_data.tools.edit.pack_folder import pack_dataset
 from . import baselines, data, harness
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 
-#: Time over limit that we promise: whole trajectories, fragments of 64 frames, cache="ram".
+#: Promised time divided by the limit: whole trajectories, fragments of 64 frames, cache="ram".
 REACH = {"contiguous": 1.5, "fragments": 1.5, "ram": 1.25}
-#: Outputs of the layer that takes the observations.
+#: Outputs of the layer that reads the observations.
 NUM_OUTPUTS = 64
 COLD_REACH = 4.0
-#: Passes before the clock starts, so that every page is in the page tables of the process; `_fresh`
-#: measures without.
+#: Passes before the clock starts, so that every page is in the page tables of the process. `_fresh`
+#: measures without them.
 WARM_PASSES = 2
 LIMIT_SOURCES = 4
 COLD_ENVS, COLD_STEPS, COLD_BATCHES = 512, 24, 10
-#: Trajectories of few frames, and sizes of batches from them.
+#: Trajectories of few frames, and sizes of their batches.
 SHORT_LENGTH, NUM_SHORT, SHORT_SIZES = 80, 2048, ((64, 1), (1024, 1), (1024, 24))
 #: Steps and environments of a recorded folder, steps of a rollout, and new environments.
 RECORDED_STEPS, RECORDED_ENVS, ROLLOUT_STEPS, LIVE_ENVS = 240, 1024, 24, 64
@@ -76,7 +78,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _short(tag: str, quick: bool) -> Iterator[Case]:
-    """Play trajectories of few frames: environments change trajectory often."""
+    """Play short trajectories: environments change trajectory often."""
     num_trajectories = 64 if quick else NUM_SHORT
     rollout = functools.cache(lambda: data.generated(SHORT_LENGTH, num_trajectories))
     folder = data.made_once(f"playback-{tag}-short", lambda path: data.record(path, rollout()))
@@ -87,13 +89,13 @@ def _short(tag: str, quick: bool) -> Iterator[Case]:
     row_bytes = data.row_bytes(data.generated(1, 1))
     for num_envs, num_steps in SHORT_SIZES[:1] if quick else SHORT_SIZES:
         case = _warm(num_envs, num_steps, row_bytes, SHORT_LENGTH, folder, folder, folders)
-        kept = [entry for entry in case.contenders if entry.name != "fragments"]
+        contenders = [entry for entry in case.contenders if entry.name != "fragments"]
         name = f"trajectories of {SHORT_LENGTH} frames, {case.name}"
-        yield dataclasses.replace(case, name=name, contenders=tuple(kept))
+        yield dataclasses.replace(case, name=name, contenders=tuple(contenders))
 
 
 def _recorded_packed_live(tag: str, quick: bool) -> Case:
-    """Play a folder as it was recorded, packed, and while a writer adds to it."""
+    """Play a folder as recorded, packed, and while a writer adds to it."""
     num_steps, num_envs = (48, 16) if quick else (RECORDED_STEPS, RECORDED_ENVS)
     rollout = functools.cache(lambda: data.generated(num_steps, num_envs))
     recorded = data.made_once(
@@ -216,7 +218,10 @@ def _warm(
 
 
 def _used(observations: Callable[[], torch.Tensor], num_steps: int) -> Call:
-    """Make a batch and put its observations, `[T, N, D]`, through one layer; batches of one step are only made."""
+    """Make a batch and pass its observations `[T, N, D]` through one layer.
+
+    Batches of one step are only made.
+    """
     if num_steps == 1:
         return observations
     layer = torch.nn.Linear(observations().shape[-1], NUM_OUTPUTS, device="cpu")
@@ -229,11 +234,13 @@ def _used(observations: Callable[[], torch.Tensor], num_steps: int) -> Call:
 
 
 def _limit(num_envs: int, num_steps: int, row_bytes: int, width: int = 0) -> Contender:
-    """Copy as many bytes as a batch has, walking through a source of several batches so that it is not in the cache.
+    """Copy the bytes of a batch.
 
-    With a `width` of observations, put as many contiguous ones through one layer.
+    The source is several batches long, so that it is not in the cache.
+
+    With a `width` of observations, also pass as many contiguous observations through one layer.
     """
-    # The rows behind a step are read again as those of the next one
+    # The next step reads the rows after a step again.
     num_rows = num_steps + 1 if num_steps > 1 else 1
     num_floats = num_envs * num_rows * row_bytes // 4
 
@@ -280,7 +287,7 @@ def _dataset(
     cache: Literal["none", "ram"] = "none",
     refresh_s: float | None = None,
 ) -> RolloutDataset:
-    """Open a dataset to be played without end, from random starts in trajectories of that length."""
+    """Open a dataset for endless playback, with random starts in trajectories of a length."""
     return RolloutDataset(
         folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, starting_frame_range=(0, length),
         device="cpu", cache=cache, refresh_s=refresh_s,
@@ -306,7 +313,9 @@ def _row_bytes_of(folder: Path) -> int:
 
 
 def _fresh(num_envs: int, folder: Path, row_bytes: int, length: int, num_batches: int = 5) -> Case:
-    """Play the first batches of a process: files in the page cache, but no page mapped yet."""
+    """Play the first batches of a process: the files are in the page cache, but no page is
+    mapped.
+    """
 
     def play() -> None:
         dataset = _dataset(folder, num_envs, length)
@@ -324,7 +333,10 @@ def _fresh(num_envs: int, folder: Path, row_bytes: int, length: int, num_batches
 
 
 def _cold(folder: Path, folders: Path, row_bytes: int, length: int, quick: bool) -> Case:
-    """Play with nothing in the page cache; the limit reads as many bytes, from the start of the same files."""
+    """Play without pages in the page cache.
+
+    The limit reads as many bytes from the start of the same files.
+    """
     num_envs, num_steps = (8, 4) if quick else (COLD_ENVS, COLD_STEPS)
     num_bytes = num_envs * num_steps * COLD_BATCHES * row_bytes
     buffer = bytearray(8 << 20)

@@ -1,11 +1,12 @@
-"""PPO: what a learner's storage does between two updates: add steps, estimate advantages, draw mini-batches.
+"""PPO: the work of a learner's storage between two updates: add steps, estimate advantages, draw
+mini-batches.
 
-A rollout has 24 steps of 4096 environments; an observation 48 floats, the critic's 120, an action
-12, with mean and deviation, one reward. The limit of adding is to copy the same tensors into the
-same places; of mini-batches, to lay the fields of all rows side by side, draw the permutations, and
-gather each batch into two reused outputs in turn; of advantages, one pass in C over the same arrays
-(skipped where there is no compiler). SB3 keeps neither a second observation nor the distribution,
-so its one observation is as wide as both.
+A rollout has 24 steps of 4096 environments. An observation has 48 floats, the critic's observation
+120, an action 12, with mean and deviation, and one reward. The limit of adding copies the same
+tensors into the same places. The limit of mini-batches packs the fields of all rows, draws the
+permutations, and gathers the batches into two reused outputs in turn. The limit of advantages is
+one pass in C over the same arrays; it is skipped without a compiler. SB3 stores neither a second
+observation nor the distribution, so its one observation is as wide as both.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 OBS, CRITIC, ACTIONS = 48, 120, 12
 NUM_MINI_BATCHES, NUM_EPOCHS = 4, 5
 GAMMA, LAM = 0.99, 0.95
-#: Steps of different content that are added in turn, so that they do not all come from the cache.
+#: Steps of different content that are added in turn, so that not all of them are in the cache.
 NUM_SOURCES = 4
-#: (T, N) -> time over the compiled pass that we promise.
+#: (T, N) -> promised time divided by the compiled pass.
 REACH_GAE = {(24, 4096): 8.0, (1000, 1): 10.0, (1000, 64): 20.0}
 
 _C_PASS = """
@@ -65,7 +66,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def transitions(num_envs: int) -> list[Transition]:
-    """Make a few steps of random numbers."""
+    """Create a few steps of random numbers."""
     return [
         Transition(
             observations=torch.randn(num_envs, OBS),
@@ -99,9 +100,9 @@ def adding(num_steps: int, num_envs: int) -> Case:
             name: {"action_mean": "mu", "action_sigma": "sigma"}.get(name, name)
             for name in vars(steps[0])
         }
-        given = [name for name, value in vars(steps[0]).items() if value is not None]
-        columns = [getattr(storage, names[name]) for name in given]
-        rows = [[getattr(step, name).view(num_envs, -1) for name in given] for step in steps]
+        filled_names = [name for name, value in vars(steps[0]).items() if value is not None]
+        columns = [getattr(storage, names[name]) for name in filled_names]
+        rows = [[getattr(step, name).view(num_envs, -1) for name in filled_names] for step in steps]
 
         def copy() -> None:
             for t in range(num_steps):
@@ -134,8 +135,8 @@ def adding(num_steps: int, num_envs: int) -> Case:
 def drawing(num_steps: int, num_envs: int) -> Case:
     """Draw all mini-batches of all epochs of one update.
 
-    Who holds a batch while asking for the next needs two outputs; the caches hold neither 40 MB of
-    outputs nor 82 MB of rows.
+    A caller that keeps a batch while it asks for the next one needs two outputs. The caches are
+    smaller than 40 MB of outputs and 82 MB of rows.
     """
     width, num_rows = OBS + CRITIC + 3 * ACTIONS + 4, num_steps * num_envs
 
@@ -156,7 +157,7 @@ def drawing(num_steps: int, num_envs: int) -> Case:
             Contender("pack rows, gather them", limit, LIMIT),
             Contender("new permutation per epoch", ours, OURS, reach=1.35 if is_wide else None),
             Contender(
-                "shuffled once",
+                "one permutation for all epochs",
                 lambda: ours(reshuffle="once"),
                 OURS,
                 reach=0.35 if is_wide else None,
@@ -175,7 +176,9 @@ def drawing(num_steps: int, num_envs: int) -> Case:
 
 
 def using(num_steps: int, num_envs: int) -> Case:
-    """Draw all mini-batches of all epochs, and put both observations of each through one `Linear`."""
+    """Draw all mini-batches of all epochs, and pass both observations of each through one
+    `Linear`.
+    """
     num_rows = num_steps * num_envs
     actor, critic = torch.nn.Linear(OBS, 64), torch.nn.Linear(CRITIC, 64)
 
@@ -209,7 +212,7 @@ def using(num_steps: int, num_envs: int) -> Case:
         (
             Contender("pack rows, gather them, contiguous input", limit, LIMIT),
             Contender("mini_batch_generator", lambda: ours(False), OURS),
-            Contender("the same, made contiguous first", lambda: ours(True), OURS),
+            Contender("contiguous copy of the batch", lambda: ours(True), OURS),
         ),
         num_bytes=NUM_EPOCHS * num_rows * (OBS + CRITIC) * 4,
     )
@@ -277,7 +280,7 @@ def _add_all(storage: RolloutStorage, steps: list[Transition]) -> None:
 
 
 def _gathering(num_rows: int, widths: list[int]) -> Callable[[], Iterator[torch.Tensor]]:
-    """Draw mini-batches with the fewest moves in one thread."""
+    """Draw mini-batches with as few copies as possible in one thread."""
     size = num_rows // NUM_MINI_BATCHES
     columns = [torch.randn(num_rows, width) for width in widths]
     packed, outputs = torch.empty(num_rows, sum(widths)), torch.empty(2, size, sum(widths))
@@ -314,7 +317,7 @@ def _compiled(*tensors: torch.Tensor) -> Call:
     )
     sizes = [ctypes.c_long(size) for size in tensors[0].shape[:2]]
     factors = ctypes.c_float(GAMMA), ctypes.c_float(LAM)
-    # The closure holds the tensors, so that their memory stays where it is.
+    # The closure references the tensors, so that their memory is not reused.
     return lambda: (
         function(*sizes, rewards, values, last, dones, *factors, advantages, returns),
         tensors,
@@ -324,7 +327,10 @@ def _compiled(*tensors: torch.Tensor) -> Call:
 def rsl_filled(
     num_steps: int, num_envs: int, hidden: Callable[[], Any] | None = None, is_ours: bool = False
 ) -> tuple[Any, list[Any]]:
-    """Fill a storage of rsl_rl, or ours behind its interface, with the same fields; with `hidden`, states too."""
+    """Fill a storage of rsl_rl, or ours behind its interface, with the same fields.
+
+    With `hidden`, add recurrent states.
+    """
     storage_module = peers.load("rsl-rl-lib", "storage")
     tensordict = peers.load("tensordict")
     steps = []
@@ -342,7 +348,7 @@ def rsl_filled(
     storage = kind("rl", num_envs, num_steps, steps[0].observations, (ACTIONS,))
     for t in range(num_steps):
         storage.add_transition(steps[t % NUM_SOURCES])
-    # As their PPO writes them
+    # As in their PPO.
     storage.returns, storage.advantages = (
         storage.values.clone(),
         storage.values.clone(),

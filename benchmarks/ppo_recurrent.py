@@ -1,9 +1,10 @@
-"""Recurrent PPO: cut a rollout into padded trajectories and draw mini-batches of whole environments.
+"""Recurrent PPO: split a rollout into padded trajectories, and draw mini-batches of whole
+environments.
 
-A rollout has 24 steps of 4096 environments, one trajectory in fifty steps ends; observations as in
-`ppo`, and the states of a GRU of 128 units for actor and critic. The limit gathers the padded
-observations once out of one packed row per transition, and copies the other fields once, all into
-reused outputs, with the indices given.
+A rollout has 24 steps of 4096 environments. In each step one trajectory in fifty ends. Observations
+are those of `ppo`; actor and critic have the states of a GRU of 128 units. With the indices given,
+the limit gathers the padded observations once from one packed row per transition. It copies the
+other fields once. All outputs are reused.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def drawing(num_steps: int, num_envs: int) -> Case:
 
 
 def filled(num_steps: int, num_envs: int) -> RolloutStorage:
-    """Fill a storage of ours, recurrent states included."""
+    """Fill a storage of ours, with recurrent states."""
     storage = RolloutStorage(num_envs, num_steps, (OBS,), (CRITIC,), (ACTIONS,), generator=0)
     steps = transitions(num_envs)
     for t in range(num_steps):

@@ -1,15 +1,17 @@
-"""Prioritized: draw a batch by priority with importance weights, give the priorities back; capacity 10^6.
+"""Prioritized replay: draw a batch by priority with importance weights, and update the priorities.
 
-A row is an observation of 17 floats, the next one, 6 floats of action, a reward and a flag: 42
-floats. Every contender holds the same rows, draws in proportion to priority ** 0.6 with beta 0.4,
-gives the batch, and takes new priorities for it, which are there before the clock runs. The limit
-is one gather of packed rows with the indices given.
+The capacity is 10^6.
 
-Adding one item is measured apart; its limit is a copy of one packed row. So is adding a step of 16
-environments to `PrioritizedWindows`, against the same ring without priorities; "by hand" writes the
-step and the weights of the new windows into a heap of pairs.
+A row has two observations of 17 floats, 6 floats of action, a reward and a flag: 42 floats. Every
+contender stores the same rows, and draws in proportion to priority ** 0.6 with beta 0.4. It returns
+the batch and receives new priorities, which exist before the clock starts. The limit is one gather
+of packed rows with the indices given.
 
-The structures are measured apart: drawing and writing back weights, no rows.
+The limit of adding one item is a copy of one packed row. Adding a step of 16 environments to
+`PrioritizedWindows` is compared with the same ring without priorities. "by hand" writes the step,
+and the weights of the new windows into a heap of pairs.
+
+The cases of structures draw and update weights without rows.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from .windows import LENGTH, empty_ring
 OBS, ACTIONS = 17, 6
 FLOATS = 2 * OBS + ACTIONS + 2
 ALPHA, BETA = 0.6, 0.4
-#: Batch size -> seconds that we promise; no peer may be faster in the same run.
+#: Batch size -> promised seconds. No peer may be faster in the same run.
 REACH_S = {256: 125e-6, 4096: 900e-6}
-#: Steps and environments of a ring of windows, and number of the windows of a batch.
+#: Steps and environments of a ring of windows, and windows of a batch.
 SLOTS, LANES, NUM_WINDOWS = 10_000, 16, 32
-#: Seconds that we promise for adding one item, and one step of `LANES` environments.
+#: Promised seconds for adding one item, and one step of `LANES` environments.
 REACH_PUSH_S = {"NaiveReplayBuffer": 150e-6, "AdvancedReplayBuffer": 200e-6}
 REACH_WINDOWS_S = 400e-6
-#: Batches of priorities that are drawn before the clock runs.
+#: Batches of priorities that are drawn before the clock starts.
 NUM_BATCHES = 50
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield sampling with updating at two sizes, and the structures behind it."""
+    """Yield sampling with updates at two sizes, and the structures for weights."""
     capacity = 20_000 if quick else 1_000_000
     for batch_size in (32, 256) if quick else (32, 256, 4096):
         yield learning(capacity, batch_size)
@@ -57,7 +59,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def rows(num_rows: int) -> dict[str, torch.Tensor]:
-    """Make random transitions."""
+    """Create random transitions."""
     return {
         "observation": torch.randn(num_rows, OBS),
         "next_observation": torch.randn(num_rows, OBS),
@@ -80,11 +82,11 @@ def learning(capacity: int, batch_size: int) -> Case:
         buffer = AdvancedReplayBuffer(capacity, alpha=ALPHA, beta=BETA, anneal_step=0, generator=0)
         for _ in range(10):
             buffer.extend_tensors(rows(capacity // 10), torch.rand(capacity // 10))
-        found = cycle(priorities)
+        next_priorities = cycle(priorities)
 
         def step() -> None:
             _, _, ids = buffer.sample_tensors(batch_size)
-            buffer.update_priorities(ids, next(found))
+            buffer.update_priorities(ids, next(next_priorities))
 
         return step
 
@@ -104,8 +106,8 @@ def learning(capacity: int, batch_size: int) -> Case:
             Contender("torchrl", lambda: _torchrl(capacity, batch_size, priorities), PEER),
         ),
         num_bytes=batch_size * FLOATS * 4,
-        # The first calls after another contender take twice as long; one call alone would make
-        # repetitions of few.
+        # The first calls after another contender take twice as long. A single call would make the
+        # repetitions too short.
         warm_up_s=2.0,
     )
 
@@ -161,7 +163,7 @@ def pushing(capacity: int) -> Case:
 
 
 def steps(num_steps: int) -> dict[str, torch.Tensor]:
-    """Make random steps of `LANES` environments."""
+    """Create random steps of `LANES` environments."""
     return {
         "observation": torch.randn(num_steps, LANES, OBS),
         "action": torch.randn(num_steps, LANES, ACTIONS),
@@ -269,7 +271,10 @@ def learning_windows(slots: int) -> Case:
 
 
 def _torchrl_windows(slots: int) -> tuple[Call, Call]:
-    """Fill torchrl's ring of prioritized slices; give what adds a step and what draws."""
+    """Fill torchrl's ring of prioritized slices.
+
+    Return a function that adds a step and a function that draws.
+    """
     torchrl, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
     try:
         sampler = torchrl.PrioritizedSliceSampler(
@@ -289,7 +294,7 @@ def _torchrl_windows(slots: int) -> tuple[Call, Call]:
 
 
 def structures(capacity: int, batch_size: int) -> Case:
-    """Draw by weight and write weights, in the ways that we chose from."""
+    """Draw by weight and write weights, with each structure that we compared."""
     weights = torch.rand(capacity, dtype=torch.float64)
     values = torch.rand(NUM_BATCHES, batch_size, dtype=torch.float64)
 
@@ -309,9 +314,9 @@ def structures(capacity: int, batch_size: int) -> Case:
         tree.rebuild(weights)
 
         def step() -> None:
-            found = tree.draw(batch_size, generator)
-            assert found is not None
-            tree.write(found, next(new))
+            drawn = tree.draw(batch_size, generator)
+            assert drawn is not None
+            tree.write(drawn, next(new))
 
         return step
 
@@ -343,7 +348,7 @@ def structures(capacity: int, batch_size: int) -> Case:
 
 
 class PairHeap:
-    """A binary tree of sums in one array, all draws descending together."""
+    """A binary tree of sums in one array. All draws descend together."""
 
     def __init__(self, weights: Any) -> None:
         self.size = 1 << (len(weights) - 1).bit_length()
@@ -376,7 +381,10 @@ class PairHeap:
 def draw_by_rejection(
     weights: torch.Tensor, num_draws: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Propose uniformly, accept in proportion to weight over the largest possible, 1."""
+    """Propose rows uniformly, and accept each in proportion to its weight.
+
+    The largest possible weight is 1.
+    """
     found: list[torch.Tensor] = []
     missing, share = num_draws, 0.5
     while missing:
@@ -392,7 +400,9 @@ def draw_by_rejection(
 
 
 class PerItem:
-    """The plain way: a list of items, copied one by one, and a binary tree of sums in an array, one path at a time."""
+    """A list of items that are copied one by one, and a binary tree of sums in an array, with one
+    path at a time.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.size = 1 << (capacity - 1).bit_length()
@@ -446,12 +456,12 @@ def _cpprb(capacity: int, batch_size: int, priorities: list[Any]) -> Call:
 def _tianshou(capacity: int, batch_size: int, priorities: list[Any]) -> Call:
     tianshou = peers.load("tianshou", "data")
     buffer = tianshou.PrioritizedReplayBuffer(capacity, alpha=ALPHA, beta=BETA)
-    one = {name: leaf[0].numpy() for name, leaf in rows(1).items()}
+    row = {name: leaf[0].numpy() for name, leaf in rows(1).items()}
     names = {"obs": "observation", "obs_next": "next_observation", "act": "action"}
-    data = {key: one[name] for key, name in names.items()}
+    data = {key: row[name] for key, name in names.items()}
     buffer.add(tianshou.Batch(**data, rew=0.0, terminated=False, truncated=False, info={}))
     buffer._size = capacity
-    # Memory that was never written would be read from one page of zeros
+    # Pages that were never written would all be read from one page of zeros.
     for (
         key,
         name,

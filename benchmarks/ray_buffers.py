@@ -1,9 +1,9 @@
-"""Buffers in actors of Ray: batches, replies of many batches, pushes, and sampling while others push.
+"""Buffers in actors of Ray: batches, replies of many batches, pushes, and sampling while other
+processes push.
 
-A row has 348 float32; the limit of a batch is a bare actor that gives the same bytes, and what it
-takes to sample in process comes on top: "bare call + sampling" is what one batch at a time is
-compared with. Of pushes the limit is an actor that takes the same bytes and does nothing. All
-actors run on one machine.
+A row has 348 float32 values. The limit of a batch is a bare actor that returns the same bytes, plus
+the time to sample in process: "bare call + sampling". The limit of a push is an actor that receives
+the same bytes and does nothing. All actors run on one machine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 WIDTHS = {"observation": 310, "action": 36, "reward": 1, "done": 1}
 ROW_BYTES = 4 * sum(WIDTHS.values())
 NO_CPUS = {"actor_options": {"num_cpus": 0}}
-#: Batch size -> what torchrl's buffer takes at least, as a multiple of ours.
+#: Batch size -> promised time of torchrl's buffer, as a multiple of ours.
 LEAST_OVER_PEER = {256: 1.3, 4096: 2.5}
 NUM_IN_REPLY, PUSH_ROWS = 32, 1024
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield batches at two sizes, many batches in a reply, pushes, and sampling and pushes at once."""
+    """Yield batches at two sizes, many batches in a reply, pushes, and sampling during pushes."""
     ray = peers.load("ray")
     if not ray.is_initialized():
         ray.init(
@@ -51,12 +51,12 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def rows(num_rows: int) -> dict[str, torch.Tensor]:
-    """Make random transitions."""
+    """Create random transitions."""
     return {name: torch.randn(num_rows, width) for name, width in WIDTHS.items()}
 
 
 def remote(capacity: int, **options: Any) -> RemoteBuffer:
-    """Make a full buffer in an actor."""
+    """Create a full buffer in an actor."""
     buffer = RemoteBuffer(partial(DictBuffer, capacity=capacity), **NO_CPUS, **options)
     for _ in range(0, capacity, 10_000):
         buffer.extend(rows(10_000))
@@ -65,7 +65,7 @@ def remote(capacity: int, **options: Any) -> RemoteBuffer:
 
 
 class Bare:
-    """Gives bytes, and takes them."""
+    """An actor that returns bytes and receives bytes."""
 
     def __init__(self, num_bytes: int = 0) -> None:
         self.data = np.zeros(num_bytes, np.uint8)
@@ -78,19 +78,19 @@ class Bare:
 
 
 def closing(prepare: Callable[[], tuple[Call, Call]]) -> dict[str, Any]:
-    """Give `prepare` and `close` of a contender by one function that makes both."""
-    made: list[Call] = []
+    """Return `prepare` and `close` of a contender, from one function that creates both."""
+    calls: list[Call] = []
 
     def first() -> Call:
         call, close = prepare()
-        made.append(close)
+        calls.append(close)
         return call
 
-    return {"prepare": first, "close": lambda: [close() for close in made]}
+    return {"prepare": first, "close": lambda: [close() for close in calls]}
 
 
 def batches(ray: Any, capacity: int, batch_size: int) -> Case:
-    """One batch at a time."""
+    """Measure one batch at a time."""
 
     def bare_and_sampling() -> tuple[Call, Call]:
         actor = ray.remote(Bare).options(num_cpus=0).remote(batch_size * ROW_BYTES)
@@ -126,7 +126,7 @@ def batches(ray: Any, capacity: int, batch_size: int) -> Case:
         contenders=(
             Contender("bare call + sampling in process", **closing(bare_and_sampling), role=LIMIT),
             Contender("RemoteBuffer", **closing(ours), role=OURS, reach=1.2),
-            Contender("RemoteBuffer, one ahead", **closing(ahead), role=OURS),
+            Contender("RemoteBuffer, prefetch=1", **closing(ahead), role=OURS),
             Contender(
                 f"torchrl (at least {LEAST_OVER_PEER[batch_size]} x ours)",
                 **closing(torchrl),
@@ -137,7 +137,7 @@ def batches(ray: Any, capacity: int, batch_size: int) -> Case:
 
 
 def replies(capacity: int) -> Case:
-    """The time of 32 batches of 256, one in each reply or all in one."""
+    """Measure 32 batches of 256 rows, with one batch per reply and with all in one reply."""
 
     def drawing(batches_per_reply: int) -> tuple[Call, Call]:
         buffer = remote(capacity, prefetch=0, batches_per_reply=batches_per_reply)
@@ -147,7 +147,7 @@ def replies(capacity: int) -> Case:
         f"{NUM_IN_REPLY} batches of 256",
         num_bytes=NUM_IN_REPLY * 256 * ROW_BYTES,
         contenders=(
-            Contender("one in a reply", **closing(partial(drawing, 1)), role=LIMIT),
+            Contender("one batch per reply", **closing(partial(drawing, 1)), role=LIMIT),
             Contender(
                 "all in a reply", **closing(partial(drawing, NUM_IN_REPLY)), role=OURS, reach=1 / 8
             ),
@@ -156,8 +156,8 @@ def replies(capacity: int) -> Case:
 
 
 def pushes(ray: Any, capacity: int) -> Case:
-    """The time of 8 pushes of 1,024 rows by one collector."""
-    given = rows(PUSH_ROWS)
+    """Measure 8 pushes of 1,024 rows by one collector."""
+    pushed = rows(PUSH_ROWS)
 
     def bare() -> tuple[Call, Call]:
         actor, data = (
@@ -173,7 +173,7 @@ def pushes(ray: Any, capacity: int) -> Case:
 
         def push() -> None:
             for _ in range(8):
-                buffer.extend(given)
+                buffer.extend(pushed)
             buffer.flush()
 
         return push, buffer.close
@@ -182,29 +182,31 @@ def pushes(ray: Any, capacity: int) -> Case:
         f"8 pushes of {PUSH_ROWS} rows",
         num_bytes=8 * PUSH_ROWS * ROW_BYTES,
         contenders=(
-            Contender("bare sink", **closing(bare), role=LIMIT),
+            Contender("actor that only receives", **closing(bare), role=LIMIT),
             Contender("RemoteBuffer", **closing(ours), role=OURS, reach=1 / 0.7),
         ),
     )
 
 
 def push_for(buffer: RemoteBuffer, seconds: float) -> int:
-    """Push as fast as it goes; give how often."""
-    given, num, stop_s = rows(PUSH_ROWS), 0, time.monotonic() + seconds
+    """Push as fast as possible, and return the number of pushes."""
+    pushed, num, stop_s = rows(PUSH_ROWS), 0, time.monotonic() + seconds
     while time.monotonic() < stop_s:
-        buffer.extend(given)
+        buffer.extend(pushed)
         num += 1
     buffer.flush()
     return num
 
 
 def pressed(ray: Any, capacity: int, seconds: float) -> Case:
-    """A batch of 256 while nobody pushes, and while two collectors push as fast as they can."""
+    """Measure a batch of 256 rows without pushes, and while two collectors push as fast as
+    possible.
+    """
 
     def drawing(num_collectors: int) -> tuple[Call, Call]:
         buffer = remote(capacity, prefetch=0)
         push = ray.remote(push_for).options(num_cpus=0)
-        # They are there when the clock starts
+        # They exist when the clock starts.
         ray.get([push.remote(buffer, 0.0) for _ in range(num_collectors)])
 
         def draw() -> float:
@@ -237,7 +239,9 @@ def pressed(ray: Any, capacity: int, seconds: float) -> Case:
 
 
 def beside_draws(ray: Any, capacity: int, seconds: float) -> Case:
-    """A push of two collectors while nobody draws, and while a learner draws as fast as it can."""
+    """Measure a push of two collectors without draws, and while a learner draws as fast as
+    possible.
+    """
 
     def pushing(draws: bool) -> tuple[Call, Call]:
         buffer = remote(capacity, prefetch=0)

@@ -1,12 +1,13 @@
-"""Record: write rollouts of 1024 environments x 24 steps x 2 KiB, 50 MB each, as they come from a simulator.
+"""Record: write rollouts of 1024 environments x 24 steps x 2 KiB (50 MB), as a simulator returns
+them.
 
-The limit is a sequential write of the same bytes into a new file, 8 MiB at a time, with `fsync`
-where ours is durable. Time counts until everything is published, `flush()` included. Without
-`fsync`, "copies, then write" is what the two copies alone take: a step at a time into the
-recorder's memory, then from there to the file.
+The limit is a sequential write of the same bytes into a new file, 8 MiB at a time. It uses `fsync`
+if our writer is durable. The time includes `flush()`, after which everything is published. Without
+`fsync`, "copies, then write" is the time of the two copies alone: each step into the recorder's
+memory, then all steps to the file.
 
-`RecordingWrapper` is measured by the time of one step of CartPole environments. The limit is the
-same step without recording. "add, by hand" records the results of each step with a `RolloutWriter`.
+The case of `RecordingWrapper` measures one step of CartPole environments. The limit is the same
+step without recording. "add, by hand" records the results of each step with a `RolloutWriter`.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from storage.core.durable_files import sync_path
 from . import baselines, data, harness, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 
-#: 2 KiB per frame: 250 + 249 + 12 floats, the reward (4 bytes); the flag comes on top.
+#: 2 KiB per frame: 250 + 249 + 12 floats and the reward (4 bytes), and in addition the flag.
 WIDTHS = {"observation": 250, "privileged_observation": 249, "action": 12}
 REACH = 1 / 0.6
-#: The caller may be kept waiting for this part of the time.
+#: Promised maximum share of the time that the caller waits.
 REACH_BLOCKED = 0.05
 STEP_S = 0.010
 FOLDER = data.DATA / "record"
 WRITE_BYTES = 8 << 20
-#: CartPole environments -> largest ratio to the bare step that we promise.
+#: CartPole environments -> promised ratio to the step without recording.
 REACH_WRAPPER = {8: 1.6, 64: 1.1}
 #: Steps of the wrapped environments per repetition.
 WRAPPED_STEPS = 500
@@ -51,7 +52,9 @@ PEERS = {
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield recording without and with `fsync`, step by step and at once, and the time that `add` keeps the caller."""
+    """Yield recording without and with `fsync`, step by step and at once, and the time inside
+    `add`.
+    """
     num_steps, num_envs = (4, 16) if quick else (24, 1024)
     rollout = data.generated(num_steps, num_envs, WIDTHS)
     num_bytes = num_steps * num_envs * data.row_bytes(rollout)
@@ -75,7 +78,7 @@ def cases(quick: bool) -> Iterator[Case]:
             num_bytes=num_bytes,
             num_repeats=11,
         )
-    # In a case of their own: the disk is still busy with a thousand small files when the next one
+    # In a separate case: after a thousand small files the disk is still busy when the next case
     # begins.
     few = _peers(rollout, ("pickle per env", "HDF5 group per env"))
     yield Case("not durable, env by env", (_limit(rollout, False), *few), num_bytes=num_bytes)
@@ -86,7 +89,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _emptied(folder: Path) -> Path:
-    """Empty a folder and let the disk come to rest, so that no contender waits for the bytes of the one before."""
+    """Empty a folder and sync the disk, so that no contender waits for the bytes of another."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     sync_path(folder)
@@ -109,7 +112,10 @@ def _limit(rollout: data.Rollout, is_durable: bool) -> Contender:
 
 
 def _floor(rollout: data.Rollout) -> Contender:
-    """Copy each step, as its memory is the caller's again, and then write: who does both in turn is no quicker."""
+    """Copy each step, because the caller may reuse its memory, and then write.
+
+    Doing both in turn cannot be faster.
+    """
     num_steps = len(rollout["done"])
     sources = [value.reshape(num_steps, -1).view(torch.uint8).numpy() for value in rollout.values()]
     copies = [np.zeros_like(source) for source in sources]
@@ -129,7 +135,7 @@ def _floor(rollout: data.Rollout) -> Contender:
 
 
 def _writer(name: str, rollout: data.Rollout, is_durable: bool, at_once: bool = False) -> Contender:
-    """Record one rollout with a writer that stays open, as it is in the middle of a run."""
+    """Record one rollout with a writer that stays open, as in the middle of a run."""
     num_steps, num_envs = rollout["done"].shape
     folder = FOLDER / f"{name}-{is_durable}"
     writers: list[RolloutWriter] = []
@@ -188,7 +194,7 @@ def _peer(
 
 
 def _blocked(rollout: data.Rollout, num_bytes: int) -> Case:
-    """Compare the time inside `add` with the whole time of a loop whose environment takes 10 ms per step.
+    """Compare the time inside `add` with the time of a loop whose environment takes 10 ms per step.
 
     The environment sleeps, like one whose simulator runs on another device.
     """
@@ -209,7 +215,7 @@ def _blocked(rollout: data.Rollout, num_bytes: int) -> Case:
 
     def prepare() -> Call:
         writers.append(RolloutWriter(_emptied(FOLDER / "blocked"), num_envs))
-        # As long as it takes until all its memory was in use once
+        # Repeat until all its memory was used once.
         step_all(2 * num_rollouts * num_steps, 0.0)
         return play
 
@@ -237,7 +243,9 @@ def _blocked(rollout: data.Rollout, num_bytes: int) -> Case:
 
 
 def wrapped(num_envs: int, num_steps: int) -> Case:
-    """Step CartPole environments that are recorded, against bare ones; seconds per step."""
+    """Return the seconds per step of recorded CartPole environments, and of environments without
+    recording.
+    """
     open_envs: list[Any] = []
 
     def bare() -> Any:

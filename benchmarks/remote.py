@@ -1,11 +1,12 @@
-"""Windows behind a network: whole epochs of overlapping windows in random order, from a file system that answers late.
+"""Windows behind a network: whole epochs of overlapping windows in random order, from a file system
+with latency.
 
-The limit is `WindowLoader` on the same files of this machine, which were read before. 3 blocks of
-136 MB have trajectories of 96 frames of 347 floats; windows of 10 frames are 13.9 kB. Each request
-is answered 30 ms late, 32 are under way at most, and 64 chunks of 1 MiB are kept. At most twice the
-local time is promised, and at most two requests for 1,000 windows, which each epoch checks. The S3
-server runs in a process of its own, beside us, and answers at once; what it takes to give the same
-bytes stands beside it.
+The limit is `WindowLoader` on the same local files, which are in the page cache. 3 blocks of 136 MB
+have trajectories of 96 frames of 347 floats. Windows of 10 frames have 13.9 kB. Each request takes
+30 ms, at most 32 requests run at once, and 64 chunks of 1 MiB are cached. Promised are at most
+twice the local time, and at most two requests for 1,000 windows; each epoch checks this. The S3
+server runs in another process of this machine, without latency. Another contender requests the same
+bytes from it without reading windows.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ WIDTHS = {"observation": 235, "privileged_observation": 99, "action": 12}
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield epochs of `WindowLoader`: from this machine and late, then from this machine and from an S3 server."""
+    """Yield epochs of `WindowLoader`: local files and files with latency, then local files and an
+    S3 server.
+    """
     num_steps = 32 if quick else 96
     large = _recorded(f"remote-{num_steps}", num_steps, 16 if quick else 1024, 3)
     late = Contender(
         f"{1000 * LATENCY_S:.0f} ms late", lambda: _late(large, quick), OURS, reach=REACH
     )
     yield _case(large, late)
-    # It copies a file per request
+    # It copies a file per request.
     small = _recorded(f"remote-small-{num_steps}", num_steps, 16 if quick else 128, 1)
-    alone = Contender("its bytes alone, 32 requests", lambda: _bytes_alone(small), PEER)
+    alone = Contender("requests for the same bytes, 32 at once", lambda: _bytes_alone(small), PEER)
     yield _case(small, Contender("S3 server of this machine", lambda: _from_s3(small), PEER), alone)
 
 
@@ -91,7 +94,7 @@ def _late(folder: Path, quick: bool) -> Call:
 
 @cache
 def _in_s3(folder: Path) -> RemoteOptions:
-    """Start a server and upload a folder to s3://bench/walk; give what it is read with."""
+    """Start a server and upload a folder to s3://bench/walk. Return the options for reading it."""
     peers.load("s3fs")
     peers.load("moto", "server")
     boto3 = peers.load("boto3")
@@ -100,7 +103,8 @@ def _in_s3(folder: Path) -> RemoteOptions:
     atexit.register(server.kill)
     assert server.stdout is not None
     address = next(line.rsplit(maxsplit=1)[1] for line in server.stdout if "Running on" in line)
-    threading.Thread(target=deque, args=(server.stdout, 0), daemon=True).start()  # reads its log on
+    # keeps reading the log of the server
+    threading.Thread(target=deque, args=(server.stdout, 0), daemon=True).start()
     keys = {
         "aws_access_key_id": "none",
         "aws_secret_access_key": "none",
@@ -119,7 +123,7 @@ def _from_s3(folder: Path) -> Call:
 
 
 def _bytes_alone(folder: Path) -> Call:
-    """Fetch the blocks by requests for 1 MiB each, and do nothing with them."""
+    """Fetch the blocks by requests of 1 MiB each, without using them."""
     options = _in_s3(folder)
     system = peers.load("s3fs").S3FileSystem(**options.storage_options)
     step = options.chunk_bytes

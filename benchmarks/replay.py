@@ -1,14 +1,16 @@
-"""Replay: add transitions to a ring of 10^6, draw them back with the next observation, which is stored once.
+"""Replay: add transitions to a ring of 10^6, and draw them with the next observations.
 
-A transition is 348 floats of observation, 17 of action, a reward and two flags, as of MuJoCo's
-Humanoid. The limit of adding is one copy of the same bytes, laid side by side, into one array; of
-sampling, one gather of a row and the observation behind it, from rows that hold each observation
-once, into one reused output, with the indices given. Peers that take rows of many environments at
-once get them so.
+Each observation is stored once.
 
-Transitions of several steps and stacks of several frames are drawn from a ring of 200,000 rows. Their limit
-is one gather of all rows that they need, also with the indices given; the draw of one step stands
-beside them. cpprb and SB3 sum the rewards of n steps, cpprb when a row is added; tianshou stacks
+A transition has 348 floats of observation, 17 of action, a reward and two flags, as in MuJoCo's
+Humanoid. The limit of adding is one copy of the same packed bytes into one array. The limit of
+sampling is one gather of a row and the next observation into one reused output, with the indices
+given; rows store each observation once. Peers that accept rows of many environments receive them at
+once.
+
+Transitions of several steps and stacks of several frames are drawn from a ring of 200,000 rows.
+Their limit is one gather of all needed rows with the indices given. The draw of one step is also
+measured. cpprb and SB3 sum the rewards of n steps, cpprb when a row is added. tianshou stacks
 frames.
 """
 
@@ -28,11 +30,11 @@ from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 
 OBS, ACTIONS = 348, 17
 FLOATS = OBS + ACTIONS + 1
-#: Row sizes -> time over the limit that we promise.
+#: Row sizes -> promised time divided by the limit.
 REACH_EXTEND = {1: 5.0, 64: 2.0, 1024: 1.25}
 REACH_SAMPLE = 1.25
 MAX_EXTEND_ONE_S = 10e-6
-#: What cpprb and tianshou call the fields -> what we call them.
+#: Field of cpprb and tianshou -> our field.
 PEER_FIELDS = {
     "obs": "observation",
     "act": "action",
@@ -40,14 +42,14 @@ PEER_FIELDS = {
     "terminated": "terminated",
     "truncated": "truncated",
 }
-#: Steps of an n-step transition, frames of a stack, and sizes of such batches.
+#: Steps of an n-step transition, frames of a stack, and sizes of these batches.
 NUM_STEPS, NUM_FRAMES, MULTI_STEP_BATCHES = 3, 4, (32, 256)
-#: Rows of the ring that they are drawn from; several copies of 10^6 would not fit beside each other.
+#: Rows of their ring. Several copies of a ring of 10^6 rows would need too much memory.
 MULTI_STEP_ROWS = 200_000
-#: One row in this many ends a trajectory.
+#: One row in this number of rows ends a trajectory.
 LENGTH = 1000
-#: Indices that are drawn before the clock runs: more rows than any cache, or its page tables,
-#: remember.
+#: Indices that are drawn before the clock starts: more rows than fit into any cache or its page
+#: tables.
 NUM_INDICES = 1 << 21
 
 
@@ -66,7 +68,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def filled(capacity: int) -> DictBuffer:
-    """Make a ring that is full."""
+    """Create a full ring."""
     buffer = DictBuffer(capacity=capacity, end_key=["terminated", "truncated"], generator=0)
     for _ in range(capacity // 10_000):
         buffer.extend(rows(10_000))
@@ -74,7 +76,7 @@ def filled(capacity: int) -> DictBuffer:
 
 
 def rows(num_rows: int) -> dict[str, torch.Tensor]:
-    """Make random transitions."""
+    """Create random transitions."""
     return {
         "observation": torch.randn(num_rows, OBS),
         "action": torch.randn(num_rows, ACTIONS),
@@ -100,7 +102,7 @@ def extending(buffer: DictBuffer, num_rows: int) -> Case:
 
     def plain() -> Call:
         without_ends = DictBuffer(capacity=capacity)
-        for _ in range(capacity // 10_000):  # memory that was never touched costs page faults
+        for _ in range(capacity // 10_000):  # memory that was never written would cause page faults
             without_ends.extend(rows(10_000))
         return lambda: without_ends.extend(data)
 
@@ -206,7 +208,7 @@ def multi_step(buffer: DictBuffer, batch_size: int) -> Case:
 
 
 class _Peer:
-    """A filled buffer of another library, and how it is written and drawn from."""
+    """A filled buffer of another library, with functions that write to it and draw from it."""
 
     def __init__(self, extend: Any, sample: Any) -> None:
         self._extend, self._sample = extend, sample
@@ -219,7 +221,9 @@ class _Peer:
 
 
 def _fill(columns: list[np.ndarray]) -> None:
-    """Write random numbers to memory that a peer has only reserved: what was never written is read from one page."""
+    """Write random numbers to memory that a peer has only reserved: pages that were never written
+    are all read from one page.
+    """
     for column in columns:
         flat = column.reshape(len(column), -1)
         filler = np.random.default_rng(0).standard_normal(
@@ -303,8 +307,8 @@ def _tianshou(capacity: int, data: dict[str, torch.Tensor], stack_num: int = 1) 
         buffer.add(batch)
 
     extend(data)
-    for one in buffer.buffers:
-        one._size = one.maxsize
+    for part in buffer.buffers:
+        part._size = part.maxsize
     _fill([buffer._meta.obs, buffer._meta.act, buffer._meta.rew])
     return _Peer(extend, lambda batch_size: buffer.sample(batch_size))
 

@@ -1,6 +1,6 @@
-"""The report of one workload: a table for people, JSON for programs, a chart for a glance.
+"""The report of one workload: a table, JSON and a chart.
 
-One rule: everything that was asked for appears, also what was skipped or failed, with the reason.
+The report contains every requested figure. Skipped and failed figures have a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLOURS = {OURS: "#1f77b4", LIMIT: "#7f7f7f", PEER: "#ff7f0e"}
 
 
 def machine() -> dict[str, Any]:
-    """Describe where and with what the figures were taken."""
+    """Describe the machine and the packages of the measurement."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True
     )
@@ -54,7 +54,7 @@ def _processor() -> str:
 
 
 def table(timings: list[Timing]) -> str:
-    """Lay out the timings: time per call, ratio to the limit, throughput, and what was promised."""
+    """Format the timings: time per call, ratio to the limit, throughput, and the promise."""
     rows = [("case", "who", "", "time", "x limit", "MB/s", "reach", "")]
     previous = ""
     for timing in timings:
@@ -93,7 +93,7 @@ def table(timings: list[Timing]) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """Write a duration with three digits and its unit."""
+    """Format a duration with three digits and its unit."""
     unit, factor = next(
         ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3)) if value_s * factor >= 1),
         ("us", 1e6),
@@ -102,7 +102,7 @@ def seconds(value_s: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """Write a ratio with three digits."""
+    """Format a ratio with three digits."""
     return f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
 
 
@@ -157,7 +157,7 @@ def draw(name: str, timings: list[Timing], folder: Path = OUT) -> Path:
     axes.set_xscale("log")
     ratios = [timing.ratio or 1 for timing in shown]
     lowest, highest = min([0.5, *ratios]) * 0.8, max([2.0, *ratios])
-    # Room for the figures beside the bars
+    # Space for the figures beside the bars.
     axes.set_xlim(lowest, highest * 1.5 * (highest / lowest) ** 0.25)
     axes.axvline(1, color="#7f7f7f", linewidth=1)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[role]) for role in (OURS, PEER)]

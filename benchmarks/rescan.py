@@ -1,10 +1,10 @@
-"""Windows the established way: look through all end flags for the trajectories before every draw.
+"""Windows from a ring that searches all end flags for the trajectories before every draw.
 
-`RescanRing` keeps columns `[time, lanes, *event]`, lists the trajectories with one `nonzero` over
-the flags, chooses one that is long enough and a start in it, and gathers with indices, all of it
-with torch: what earlier systems and the samplers of other libraries do when the ring has changed.
-`lean=True` is the shortest way to the same list that we found: the flags once more, lane by lane in
-one piece, and numpy's `flatnonzero`; no other library is known to do that.
+`RescanRing` stores columns `[time, lanes, *event]`. A draw lists the trajectories with one
+`nonzero` over the flags, chooses a trajectory that is long enough and a start, and gathers with
+indices, all with torch. Earlier systems and the samplers of other libraries do this when the ring
+has changed. `lean=True` is the fastest way to the same list that we found: it copies the flags lane
+by lane, and uses numpy's `flatnonzero`. No other library is known to do that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class RescanRing:
-    """A full ring of columns, which knows of trajectories only their end flags.
+    """A full ring of columns that stores only the end flags of trajectories.
 
     Args:
         columns: `[slots, lanes, *event]`, among them observation, action and done.
@@ -28,7 +28,7 @@ class RescanRing:
         self._by_lane = self._flags.t().contiguous().numpy()
 
     def extend(self, row: dict[str, torch.Tensor]) -> None:
-        """Write one step of all lanes over the oldest."""
+        """Replace the oldest step of all lanes."""
         for name, leaf in row.items():
             self._columns[name][self._cursor] = leaf[0]
         if self._lean:
@@ -44,11 +44,14 @@ class RescanRing:
         start = first[chosen] + (torch.rand(num_windows) * (lengths[chosen] - self._length)).long()
         time = (start.unsqueeze(1) + torch.arange(self._length)).flatten()
         lanes = lane[chosen].repeat_interleave(self._length)
-        found = {name: self._columns[name][time, lanes] for name in ("observation", "action")}
-        return {**found, "next/observation": self._columns["observation"][time + 1, lanes]}
+        batch = {name: self._columns[name][time, lanes] for name in ("observation", "action")}
+        return {**batch, "next/observation": self._columns["observation"][time + 1, lanes]}
 
     def _list(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """List trajectories: lane, first and last slot; none goes on where the memory or what was written ends."""
+        """List trajectories: lane, first slot and last slot.
+
+        All end at the end of the memory and at the newest row.
+        """
         ends = self._flags.clone()
         ends[self._cursor - 1] = ends[-1] = True
         lane, last = ends.t().nonzero(as_tuple=True)

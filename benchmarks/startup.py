@@ -1,9 +1,9 @@
-"""Startup: open a dataset of many short trajectories, and give every environment one.
+"""Startup: open a dataset of many short trajectories, and assign one to every environment.
 
-The limit of opening is to read the bytes of the index file once; the limit of a reset is one gather
-of the lengths of the trajectories that were drawn. Trajectories have 10 frames of 8 + 2 + 1 floats,
-1,000 trajectories per rollout. A large dataset, 10^9 frames in 10^6 trajectories, is all zeros in
-sparse files: 16 GB that take 0.23 GB of the disk.
+The limit of opening is to read the bytes of the index file once. The limit of a reset is one gather
+of the lengths of the drawn trajectories. Trajectories have 10 frames of 8 + 2 + 1 floats, with
+1,000 trajectories per rollout. A large dataset of 10^9 frames in 10^6 trajectories has only zeros
+in sparse files: 16 GB that need 0.23 GB of the disk.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 WIDTHS = {"observation": 8, "action": 2}
 LENGTH = 10
 ENVS_PER_ROLLOUT = 1000
-#: What we promise for 100,000 trajectories with the index cache, and for a reset of 4096
+#: Promised seconds for 100,000 trajectories with the index cache, and for a reset of 4096
 #: environments.
 REACH_OPEN_S, REACH_RESET_S = 0.2, 0.020
-#: The same for 10^6 trajectories of 1,000 frames. Beyond the bytes of the index, opening takes less
-#: than 100 MB. A batch does the same work as among 10^4; as rows have only 16 bytes here, misses of
-#: the processor's caches show.
+#: Promises for 10^6 trajectories of 1,000 frames. In addition to the bytes of the index, opening
+#: needs less than 100 MB. A batch does the same work as with 10^4 trajectories. Rows have only 16
+#: bytes here, so misses of the processor's caches cost time.
 REACH_OPEN_LARGE_S, REACH_LARGE_BYTES, REACH_GROWTH = 1.0, 100e6, 1.7
-#: Seconds for the table of 10^6 episodes, and for one filter of them.
+#: Promised seconds for the table of 10^6 episodes, and for one filter.
 REACH_TABLE_S = 2.0
-#: Batches that are played before the clock counts, then played again: their pages are in memory.
+#: Batches that are played before the clock starts, then played again: their pages are in memory.
 NUM_WARM = 120
 
 
@@ -56,7 +56,9 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _large(num_trajectories: int, length: int, num_envs: int) -> Iterator[Case]:
-    """Yield opening a large dataset, and a batch of it beside one of a hundredth of it."""
+    """Yield opening a large dataset, and a batch of it compared with a batch of a dataset of a
+    hundredth of its size.
+    """
     folders = {
         num: data.made_once(
             f"startup-sparse-{num}-{length}", lambda path, num=num: _record_zeros(path, num, length)
@@ -77,7 +79,9 @@ def _large(num_trajectories: int, length: int, num_envs: int) -> Iterator[Case]:
         ),
     )
     few, many = (
-        Contender(f"among {num:,}", lambda path=path: _batches(path, num_envs), role, reach=reach)
+        Contender(
+            f"{num:,} trajectories", lambda path=path: _batches(path, num_envs), role, reach=reach
+        )
         for (num, path), (role, reach) in zip(
             folders.items(), ((LIMIT, None), (OURS, REACH_GROWTH)), strict=True
         )
@@ -86,7 +90,7 @@ def _large(num_trajectories: int, length: int, num_envs: int) -> Iterator[Case]:
 
 
 def tabulating(num_episodes: int) -> Case:
-    """Return the case of the table and a filter of a new recording of one-frame episodes."""
+    """Return the case of `table` and `filter` of a new recording of one-frame episodes."""
     folder = data.made_once(
         f"startup-sparse-{num_episodes}-1", lambda path: _record_zeros(path, num_episodes, 1)
     )
@@ -94,7 +98,7 @@ def tabulating(num_episodes: int) -> Case:
     opened: list[rollout_data.Recording] = []
 
     def reopen() -> None:
-        """Open the folder again, as a recording keeps its table."""
+        """Open the folder again, because a recording caches its table."""
         opened[:] = [rollout_data.open(folder)]
 
     calls: dict[str, Call] = {
@@ -114,7 +118,7 @@ def tabulating(num_episodes: int) -> Case:
 
 
 def _opening_within(folder: Path) -> Call:
-    """Check in a process of its own how much memory opening takes, before it is timed."""
+    """Check in another process how much memory opening needs, before it is timed."""
     script = (
         "import sys, resource\nfrom pathlib import Path\nimport torch\nfrom benchmarks import startup\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
@@ -143,7 +147,7 @@ def _batches(folder: Path, num_envs: int) -> Call:
 
 
 def _record_zeros(folder: Path, num_trajectories: int, length: int) -> None:
-    """Record zeros, at most 10,000 trajectories in a file, and make each file sparse."""
+    """Record zeros, at most 10,000 trajectories per file, and make each file sparse."""
     num_together = min(num_trajectories, 10_000)
     zeros = torch.zeros(length, num_together, 4)
     done = torch.zeros(length, num_together, dtype=torch.bool)
@@ -158,7 +162,7 @@ def _record_zeros(folder: Path, num_trajectories: int, length: int) -> None:
 
 
 def _make_sparse(path: Path) -> None:
-    """Write a file anew without its zeros."""
+    """Rewrite a file without its zeros."""
     sparse = path.with_suffix(".sparse")
     with open(path, "rb") as file, open(sparse, "wb") as out:
         while part := file.read(1 << 16):
@@ -218,7 +222,9 @@ def _read(folder: Path) -> Call:
 
 
 def _open(folder: Path, num_envs: int) -> RolloutDataset:
-    """Open a dataset and assign the first trajectories; the construction alone would read nothing."""
+    """Open a dataset and assign the first trajectories, because the constructor alone reads
+    nothing.
+    """
     dataset = RolloutDataset(
         folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, device="cpu"
     )
@@ -243,7 +249,7 @@ def _gather(num_trajectories: int, num_envs: int) -> Call:
 
 
 def _peers(num_trajectories: int) -> tuple[Contender, ...]:
-    """Trajectory folders, opened by listing them, and one JSON record per trajectory."""
+    """Return the peers: trajectory folders that are listed, and one JSON record per trajectory."""
     rollout = data.generated(LENGTH, num_trajectories, WIDTHS)
     folders = data.made_once(
         f"startup-{num_trajectories}-folders", lambda path: data.record_folders(path, rollout)

@@ -1,10 +1,10 @@
 """Trajectory replay: 1024 steps of 100 trajectories, drawn from memory and from files.
 
-A trajectory is [64, 16] steps with 235 floats of observation, 12 of action, flags, values and the
-like: 1 KB a step, 108 MB together. The limit of sampling from memory is one bare gather of packed
-rows, with indices that were drawn before; from files, the same gather out of one mapped file (in
-memory), or reading the same rows by eight threads (not in memory). The limit of adding is one copy
-of the same bytes.
+A trajectory has [64, 16] steps with 235 floats of observation, 12 of action, flags and values: 1 KB
+per step, 108 MB in total. The limit of sampling from memory is one bare gather of packed rows, with
+indices that were drawn before. The limit of files in memory is the same gather from one mapped
+file. The limit of files on the disk reads the same rows with eight threads. The limit of adding is
+one copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def cases(quick: bool) -> Iterator[Case]:
         auto_save=True, auto_save_path=FOLDER / "part", cache_size=number // 10
     )
     for _ in range(number):
-        one = trajectory()
-        cached.add(one)
-        part.add(one)
+        example = trajectory()
+        cached.add(example)
+        part.add(example)
     part.flush()
     yield from_memory(cached, number)
     yield from_files(part, number)
@@ -57,7 +57,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def trajectory() -> dict[str, Any]:
-    """Make a random trajectory like those of a locomotion learner."""
+    """Create a random trajectory like those of a locomotion learner."""
     size = (NUM_STEPS, NUM_ENVS)
     return {
         "curr_obs": {"states": torch.randn(*size, 235)},
@@ -82,7 +82,7 @@ def _gathering(rows: torch.Tensor) -> Call:
 
 
 def from_memory(buffer: TrajectoryReplayBuffer, number: int) -> Case:
-    """Sample with everything cached."""
+    """Sample with all trajectories cached."""
     num_rows = number * NUM_STEPS * NUM_ENVS
     contenders = (
         Contender(
@@ -103,7 +103,7 @@ def from_memory(buffer: TrajectoryReplayBuffer, number: int) -> Case:
 
 
 def from_files(buffer: TrajectoryReplayBuffer, number: int) -> Case:
-    """Sample with a tenth cached and the files in memory."""
+    """Sample with a tenth of the trajectories cached and the files in the page cache."""
     contenders = (
         Contender("gather from one mapped file", lambda: _gathering(_one_file(number)), LIMIT),
         Contender("TrajectoryReplayBuffer", lambda: lambda: buffer.sample(BATCH), OURS),
@@ -115,7 +115,10 @@ def from_files(buffer: TrajectoryReplayBuffer, number: int) -> Case:
 
 
 def from_disk(buffer: TrajectoryReplayBuffer, number: int) -> Case:
-    """Sample with a tenth cached and no file in memory; the limit reads as many rows as are not cached."""
+    """Sample with a tenth of the trajectories cached and no file in the page cache.
+
+    The limit reads as many rows as are not cached.
+    """
 
     def reading() -> Call:
         rows, path = _one_file(number), FOLDER / "rows"
@@ -151,8 +154,8 @@ def from_disk(buffer: TrajectoryReplayBuffer, number: int) -> Case:
 
 
 def adding() -> Case:
-    """Add a trajectory, as the caller sees it; the file is written behind, as fast as the disk takes it."""
-    one, buffer = trajectory(), TrajectoryReplayBuffer(sample_window_size=20)
+    """Add a trajectory. The file is written in the background at the speed of the disk."""
+    example, buffer = trajectory(), TrajectoryReplayBuffer(sample_window_size=20)
     saving = TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=FOLDER / "add", max_trajectories=20
     )
@@ -160,10 +163,10 @@ def adding() -> Case:
     target = torch.zeros_like(row)
     contenders = (
         Contender("copy packed rows", lambda: lambda: target.copy_(row), LIMIT),
-        Contender("add", lambda: lambda: buffer.add(one), OURS),
+        Contender("add", lambda: lambda: buffer.add(example), OURS),
         Contender(
             "add, auto-saved",
-            lambda: lambda: saving.add(one),
+            lambda: lambda: saving.add(example),
             OURS,
             before=saving.flush,
             close=saving.close,
@@ -188,16 +191,16 @@ def _forget_of(buffer: TrajectoryReplayBuffer) -> None:
     data.forget(FOLDER)
 
 
-def _flat(one: dict[str, Any]) -> dict[str, torch.Tensor]:
-    flat = {name: leaf for name, leaf in one.items() if name != "curr_obs"} | one["curr_obs"]
+def _flat(steps: dict[str, Any]) -> dict[str, torch.Tensor]:
+    flat = {name: leaf for name, leaf in steps.items() if name != "curr_obs"} | steps["curr_obs"]
     return {name: leaf.flatten(0, 1) for name, leaf in flat.items()}
 
 
 def _by_trajectory(number: int) -> Call:
-    """Keep a dict of tensors per trajectory and pick rows from each, as simple buffers do."""
-    kept = [_flat(trajectory()) for _ in range(number)]
+    """Store a dict of tensors per trajectory, and index rows in each, as simple buffers do."""
+    stored = [_flat(trajectory()) for _ in range(number)]
     indices = _indices(number * NUM_STEPS * NUM_ENVS)
-    return lambda: _pick(lambda place: kept[place], next(indices))
+    return lambda: _pick(lambda place: stored[place], next(indices))
 
 
 def _by_file(number: int) -> Call:

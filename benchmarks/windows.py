@@ -1,9 +1,10 @@
-"""Windows: draw 8 consecutive steps and their successors from a ring that is written to before every draw.
+"""Windows: draw 8 consecutive steps and their next steps from a ring.
 
-The limit is one gather of windows of 9 packed rows into one reused output, with the indices given
-and nothing written. `flat` draws 128 windows from 5,000 x 1,024 rows; its limit is the same at 50 x
-1,024. It is measured with the row that is added before every draw in the clock, and ("draw alone")
-outside of it.
+A row is added before every draw.
+
+The limit is one gather of windows of 9 packed rows into one reused output. Its indices are given,
+and it adds no row. `flat` draws 128 windows from 5,000 x 1,024 rows; its limit is the same at 50 x
+1,024. The time includes the added row. "draw alone" excludes it.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from .rescan import RescanRing
 
 OBS, ACTIONS, LENGTH = 348, 17, 8
 FLAT_OBS, FLAT_LANES = 64, 1024
-#: Windows per draw -> time over the limit that we promise.
+#: Windows per draw -> promised time divided by the limit.
 REACH = {128: 2.7, 1024: 1.4}
 REACH_FLAT = 2.0
 END_SHARE = 0.01
-#: Windows that are drawn before the clock runs: more than any cache, or its page tables, remember.
+#: Windows that are drawn before the clock starts: more than fit into any cache or its page tables.
 NUM_INDICES = 1 << 18
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield draws of 128 and 1024 windows, and the cost in a ring a hundred times as large."""
+    """Yield draws of 128 and 1024 windows, and draws from a ring a hundred times as large."""
     slots, lanes = (100, 16) if quick else (5000, 256)
     for num_windows in (128,) if quick else (128, 1024):
         yield drawing(slots, lanes, num_windows)
@@ -40,7 +41,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def ours(slots: int, lanes: int, num_observations: int, num_windows: int) -> tuple[Call, Call]:
-    """Fill a ring of ours; return a call that adds a row and a call that draws."""
+    """Fill a ring of ours. Return a call that adds a row and a call that draws."""
     buffer = empty_ring(slots)
     step = min(slots, 50)
     for _ in range(slots // step):
@@ -62,7 +63,7 @@ def empty_ring(slots: int) -> TrajectoryDictBufferMultiDim:
 
 
 def rows(num_rows: int, lanes: int, num_observations: int) -> dict[str, torch.Tensor]:
-    """Make random rows."""
+    """Create random rows."""
     return {
         "observation": torch.randn(num_rows, lanes, num_observations),
         "action": torch.randn(num_rows, lanes, ACTIONS),
@@ -111,7 +112,7 @@ def drawing(slots: int, lanes: int, num_windows: int) -> Case:
 
 
 def flat(quick: bool) -> Case:
-    """Compare a ring with one a hundred times as large, and with looking through all end flags."""
+    """Compare a ring with a ring a hundred times as large, and with a search of all end flags."""
     few, many = (50, 500) if quick else (50, 5000)
     num_windows = 128
 
@@ -162,7 +163,9 @@ def _in_turn(extend: Call, draw: Call) -> Call:
 
 
 def _alone(make: Callable[[], tuple[Call, Call]], num_draws: int) -> Callable[[], Call]:
-    """Make a call that gives the seconds of a draw, without those of the row that is added before each."""
+    """Return a call that returns the seconds of a draw, without those of the row that is added
+    before.
+    """
 
     def prepare() -> Call:
         extend, draw = make()
@@ -204,9 +207,9 @@ def _tianshou(slots: int, lanes: int, num_observations: int, num_windows: int) -
 
 @cache
 def _tianshou_filled(slots: int, lanes: int, num_observations: int) -> tuple[Any, Any]:
-    """Fill the other library's ring, which takes 20 s, and give a step to add."""
+    """Fill the other library's ring, which takes 20 s, and return a step to add."""
     data = peers.load("tianshou", "data")
-    # Windows that begin before their episode repeat its first frame; to draw none of those
+    # Windows that begin before their episode repeat its first frame. Excluding them
     # (`sample_avail`) takes 20 times as long.
     buffer = data.VectorReplayBuffer(slots * lanes, lanes, stack_num=LENGTH, ignore_obs_next=True)
     steps = [_tianshou_step(data, lanes, num_observations) for _ in range(min(slots, 50))]

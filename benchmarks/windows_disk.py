@@ -1,14 +1,15 @@
-"""Windows from files: random windows of recorded trajectories, in batches, low-dimensional and with images.
+"""Windows from files: random windows of recorded trajectories, with low-dimensional fields and with
+images.
 
-The limit gathers the same windows from one tensor in memory into a reused output; a memcpy of as
-many bytes stands beside it. 512 trajectories have 512 frames of 235 + 235 + 12 + 1 floats (500 MB).
-The HDF5 datasets have one group per trajectory, from which every window is sliced by itself and
-which the default collate puts together; the one of robomimic reads the same file, from the disk and
-with everything in memory. Files are read once right before.
+The limit gathers the same windows from one tensor in memory into a reused output. A memcpy of as
+many bytes is also measured. 512 trajectories have 512 frames of 235 + 235 + 12 + 1 floats (500 MB).
+The HDF5 datasets have one group per trajectory. Each window is sliced from its group, and torch's
+default collate joins the windows. The dataset of robomimic reads the same file, from the disk and
+with everything in memory. Files are read once before the measurement.
 
-The same windows come from four more folders: trajectories of 80 frames; a folder as a writer leaves
-it that flushes every 24 steps; that folder packed; and that folder while its writer is still open,
-with trajectories that have not ended.
+The same windows are read from four more folders. One has trajectories of 80 frames. One is as
+written by a writer that flushes every 24 steps. One is that folder after packing. One is that
+folder while its writer is open, with unfinished trajectories.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from . import data, harness, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 from .images import image_set
 
-#: Time over limit that we promise (TARGETS): `DataLoader` without workers, our loader, `DataLoader`
-#: with one worker.
+#: Promised time divided by the limit: `DataLoader` without workers, our loader, `DataLoader` with
+#: one worker.
 REACH = {"workers": 4.0, "loader": 2.5, "one": 2.0}
 IMAGE_REACH = {"raw": 1.5, "lz4": 8.0}
 LENGTH, BATCH = 10, 256
 IMAGE_LENGTH, IMAGE_BATCH = 8, 32
-#: A batch in which bytes cost nothing, 32 windows of 8 frames of 6 floats: at most so long.
+#: Promised seconds of a batch whose bytes cost nothing: 32 windows of 8 frames of 6 floats.
 SMALL_LENGTH, SMALL_BATCH, SMALL_REACH_S = 8, 32, 50e-6
 SMALL_WIDTHS = {"observation": 4, "action": 1}
 #: Batches before the clock starts: enough to touch every page.
@@ -197,12 +198,12 @@ def _row_bytes(dataset: WindowDataset) -> int:
 def _leaf(window: Any, name: str) -> torch.Tensor:
     for part in name.split("/"):
         window = window[part]
-    found: torch.Tensor = window
-    return found
+    observations: torch.Tensor = window
+    return observations
 
 
 def _warm(folder: Path) -> None:
-    """Read the files once: pages that lie idle for a while are taken away on some machines."""
+    """Read the files once, because some machines remove idle pages from the page cache."""
     buffer = bytearray(8 << 20)
     for path in folder.rglob("*"):
         if path.is_file():
@@ -220,7 +221,7 @@ def _gather_limit(num_frames: int, row_bytes: int, length: int, batch: int) -> C
             (num_frames - length + 1, length * words.shape[1]), (words.shape[1], 1)
         )
         out, rng = torch.empty(batch, windows.shape[1]), np.random.default_rng(0)
-        # Drawn ahead: what a batch has is not part of the limit.
+        # Drawn before: choosing windows is not part of the limit.
         draws = [torch.from_numpy(rng.integers(0, len(windows), batch)) for _ in range(256)]
         turn = 0
 
@@ -257,10 +258,13 @@ def _endless(
     role: str,
     reach: float | None = None,
 ) -> Contender:
-    """Take batches from a loader, epoch after epoch; the loader is closed when the case is over."""
+    """Return batches of a loader, epoch after epoch.
+
+    The loader is closed at the end of the case.
+    """
     iterators: list[Iterator[Any]] = []
-    # Batches that were read ahead before the clock starts cost nothing: they are taken first, and
-    # many after them.
+    # Batches that were read before the clock starts cost nothing, so these and many more batches
+    # are read first.
     num_timed, num_ahead = max(1, num_warm // 5), 3 if num_warm > SLOW_WARM_BATCHES else 0
 
     def prepare() -> Call:
@@ -300,7 +304,10 @@ def _in_rounds(
     role: str,
     reach: float | None = None,
 ) -> Contender:
-    """Take batches from new workers, which end after each round: living ones would work while others are measured."""
+    """Return batches of new workers that end after each round.
+
+    Living workers would use the processor while others are measured.
+    """
     num_timed = max(8, num_warm // 5)
 
     def call() -> float:
@@ -340,7 +347,7 @@ def _plain_loader(dataset: Dataset[Any], num_workers: int, batch: int = BATCH) -
     )
 
 
-# What others do
+# Peers
 
 
 def _record_groups(path: Path, rollout: data.Rollout) -> None:
@@ -364,7 +371,9 @@ def _record_groups(path: Path, rollout: data.Rollout) -> None:
 
 
 class GroupWindows(Dataset[Any]):
-    """Windows out of one HDF5 group per trajectory: each is sliced from the open file, field by field."""
+    """Windows of an HDF5 file with one group per trajectory: each is sliced from the open file,
+    field by field.
+    """
 
     def __init__(self, path: Path, length: int) -> None:
         self.path, self.length = path, length
@@ -380,7 +389,7 @@ class GroupWindows(Dataset[Any]):
         return len(self.place)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        if self.file is None:  # in the process that reads
+        if self.file is None:  # opened in the process that reads
             self.file = h5py.File(self.path, "r", swmr=True, libver="latest")
         group = self.file["data"][self.names[self.place[number]]]
         start = self.start[number]
@@ -393,7 +402,7 @@ class GroupWindows(Dataset[Any]):
 
 
 def _robomimic(path: Path, cache: str) -> Dataset[Any]:
-    """The dataset of robomimic over the same file."""
+    """Return the dataset of robomimic for the same file."""
     module = peers.load("robomimic", "utils.dataset")
     observations = peers.load("robomimic", "utils.obs_utils")
     observations.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": list(KEYS)}})
@@ -409,15 +418,15 @@ def _robomimic(path: Path, cache: str) -> Dataset[Any]:
 
 
 def _images(tag: str, quick: bool) -> Case:
-    """Windows of RGB and depth: raw, coded without loss, and gzip in HDF5 groups."""
+    """Yield windows of RGB and depth: raw, with lossless codecs, and with gzip in HDF5 groups."""
     num_trajectories, num_frames = (2, 24) if quick else (8, 200)
-    made: list[dict[str, np.ndarray]] = []
+    episodes: list[dict[str, np.ndarray]] = []
 
     def frames() -> dict[str, np.ndarray]:
-        if not made:
-            found = image_set(num_trajectories, num_frames)
-            made.append({"rgb": found["rgb"], "depth": found["depth_noisy"]})
-        return made[0]
+        if not episodes:
+            images = image_set(num_trajectories, num_frames)
+            episodes.append({"rgb": images["rgb"], "depth": images["depth_noisy"]})
+        return episodes[0]
 
     folders = {
         name: data.made_once(
@@ -430,7 +439,7 @@ def _images(tag: str, quick: bool) -> Case:
         f"windows-{tag}-images-gzip",
         lambda path: _record_image_groups(path / "data.hdf5", frames()),
     )
-    made.clear()
+    episodes.clear()
     frame_bytes = _row_bytes(_image_windows(folders["raw"]))
     num_warm = 4 if quick else 60
     ways: list[tuple[str, Path, bool]] = [
@@ -460,7 +469,10 @@ def _images(tag: str, quick: bool) -> Case:
 
 
 def _image_windows(folder: Path, keeps: bool = True) -> WindowDataset:
-    """Open windows of images; unless it `keeps` decoded chunks, each batch is decoded anew, as in a large dataset."""
+    """Open windows of images.
+
+    Unless `keeps` is set, each batch is decoded again, as in a large dataset.
+    """
     options = {} if keeps else {"chunk_cache_bytes": 0}
     return WindowDataset(folder, IMAGE_LENGTH, fields=["observation"], **options)
 
@@ -496,7 +508,7 @@ def _record_image_groups(path: Path, frames: dict[str, np.ndarray]) -> None:
 
 
 class ImageGroups(Dataset[Any]):
-    """Windows of images out of HDF5 groups."""
+    """Windows of images from HDF5 groups."""
 
     def __init__(self, path: Path) -> None:
         self.file = h5py.File(path, "r")

@@ -1,10 +1,10 @@
 """Workers: read batches of 64 environments x 8 frames of 128 x 128 RGB (25 MB) in several ways.
 
-The frames are stored raw, as lz4, as zstd, and as PNG in a set of LeRobot, so that decoding a batch
-costs from nothing to hundreds of milliseconds. Nothing decoded is kept. The limit is torch's own way
-of handing over: two workers that send zeros of the same bytes. "waits" counts only the time in which
-a learner of 50 ms per batch waits for the next batch; the learner sleeps, like one on a device. Each
-repetition starts new workers, which end with it.
+The frames are stored raw, as lz4, as zstd, and as PNG in a set of LeRobot. So decoding a batch
+costs from nothing to hundreds of milliseconds. Decoded frames are not cached. The limit is torch's
+own transfer: two workers that send zeros of the same bytes. "waits" counts only the time in which a
+learner of 50 ms per batch waits for the next batch. The learner sleeps, as if a device did the
+work. Each repetition starts new workers and ends them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .images import convert_to_lerobot, image_set, record_rgb
 NUM_ENVS, NUM_FRAMES = 64, 8
 NUM_EPISODES, NUM_STEPS = 16, 40
 LEARNER_S = 0.05
-#: Way of storing -> codec of our files; None for PNG in a set of LeRobot.
+#: Name of the stored frames -> codec of our files; None for PNG in a set of LeRobot.
 CODINGS = {"raw": "raw", "lz4": "lz4", "zstd": "zstd", "PNG": None}
-#: Batches before and while the clock runs; of PNG, whose batches take as long as 20 others, fewer.
+#: Batches before and after the clock starts. PNG has fewer, because one takes as long as 20 others.
 WARM_BATCHES, TIMED_BATCHES, TIMED_PNG = 4, 12, 4
 
 Batches = Callable[[], Iterator[Any]]
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield each way of storing, without a learner and beside one."""
+    """Yield each way of storing, without a learner and with one."""
     num_episodes, num_steps = (2, 24) if quick else (NUM_EPISODES, NUM_STEPS)
     tag = "quick" if quick else "long"
     rendered = cache(lambda: image_set(num_episodes, num_steps)["rgb"])
@@ -139,7 +139,7 @@ def _processor_s() -> tuple[float, float]:
 
 
 class _Zeros(IterableDataset[torch.Tensor]):
-    """Batches of zeros without end."""
+    """Endless batches of zeros."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes

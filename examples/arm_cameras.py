@@ -1,9 +1,9 @@
-"""Cameras over the arms of Reacher-v5: colour, depth and segmentation, drawn by MuJoCo or by a synthetic renderer.
+"""Cameras over the arms of Reacher-v5: colour, depth and segmentation, rendered by MuJoCo or
+synthetically.
 
-One rule: with either renderer, a call gives the same three arrays for a list of environments;
-nothing is learned here. MuJoCo draws without a screen where EGL or OSMesa is installed (Mesa is
-enough, a GPU is not needed); elsewhere `SyntheticCamera` draws flat shapes seen from above, with
-numpy alone.
+Both renderers return the same three arrays for a list of environments. MuJoCo renders without a
+screen if EGL or OSMesa is installed; Mesa is enough, no GPU is needed. Otherwise `SyntheticCamera`
+draws flat shapes from above with numpy.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from typing import Any, Protocol
 import numpy as np
 
 SIZE = 64
-#: Of the drawn target, instead of 9 mm, which would be two pixels wide. It touches nothing in
-#: either case.
+#: Radius of the drawn target in metres. Its own 9 mm would be two pixels wide. The target touches
+#: nothing.
 TARGET_RADIUS = 0.015
 Images = dict[str, np.ndarray]
 
 
 class Camera(Protocol):
-    """Draws the environments as they are now."""
+    """Renderer of the environments in their present state."""
 
-    #: Who draws, for people.
+    #: Name of the renderer for the report.
     name: str
 
     def __call__(self, envs: Sequence[Any]) -> Images:
-        """Give `rgb` `[N, 64, 64, 3]` uint8, `depth` `[N, 64, 64]` float32 in metres, `segmentation` `[N, 64, 64]`
-        int16, the number of the geom that is seen, -1 for none."""
+        """Return `rgb` `[N, 64, 64, 3]` uint8, `depth` `[N, 64, 64]` float32 in metres, and
+        `segmentation` `[N, 64, 64]` int16: the number of the visible geom, or -1.
+        """
 
 
 def make_camera(kind: str = "auto") -> Camera:
-    """Make the camera "mujoco" or "synthetic"; "auto" is the first that works. Call it before MuJoCo is imported."""
-    found = None if kind == "synthetic" else _offscreen_backend()
-    if found is not None:
-        os.environ["MUJOCO_GL"] = found[0]
-        return MujocoCamera(found[1])
+    """Create the camera "mujoco" or "synthetic"; "auto" is the first that works. Call this before
+    MuJoCo is imported.
+    """
+    backend = None if kind == "synthetic" else _offscreen_backend()
+    if backend is not None:
+        os.environ["MUJOCO_GL"] = backend[0]
+        return MujocoCamera(backend[1])
     if kind == "mujoco":
         raise SystemExit(
             "MuJoCo cannot draw here: install EGL or OSMesa (Mesa), or take --camera synthetic"
@@ -50,7 +53,7 @@ def make_camera(kind: str = "auto") -> Camera:
 
 
 class MujocoCamera:
-    """MuJoCo's own renderer, without a window."""
+    """MuJoCo's renderer, without a window."""
 
     def __init__(self, driver: str) -> None:
         self.name = f"MuJoCo, drawn by {driver}"
@@ -69,17 +72,17 @@ class MujocoCamera:
             drawn["depth"].append(self._renderer.render())
             self._renderer.disable_depth_rendering()
             self._renderer.enable_segmentation_rendering()
-            what = self._renderer.render()
+            image = self._renderer.render()
             self._renderer.disable_segmentation_rendering()
-            is_geom = what[..., 1] == int(mujoco.mjtObj.mjOBJ_GEOM)
-            drawn["segmentation"].append(np.where(is_geom, what[..., 0], -1).astype(np.int16))
+            is_geom = image[..., 1] == int(mujoco.mjtObj.mjOBJ_GEOM)
+            drawn["segmentation"].append(np.where(is_geom, image[..., 0], -1).astype(np.int16))
         return {name: np.stack(images) for name, images in drawn.items()}
 
     def _open(self, model: Any) -> None:
         import mujoco
 
-        # All arms have one model, so that one renderer draws them all. Rounder shapes would cost
-        # three times as much.
+        # All arms have the same model, so one renderer draws them all. Rounder shapes would take
+        # three times as long.
         model.vis.quality.numslices, model.vis.quality.numstacks, model.vis.quality.offsamples = (
             12,
             6,
@@ -96,11 +99,14 @@ class MujocoCamera:
 
 
 class SyntheticCamera:
-    """A stand-in that draws the arm as flat shapes, from 0.6 m above; `reason` says why it does."""
+    """Renderer of the arm as flat shapes, from 0.6 m above.
+
+    `reason` states why MuJoCo is not used.
+    """
 
     HEIGHT, HALF_WIDTH = 0.6, 0.26
-    #: Colour and height above the ground in metres of root, links, fingertip, target, with MuJoCo's
-    #: numbers of them.
+    #: Colour, height above the ground in metres, and MuJoCo's number of root, links, fingertip and
+    #: target.
     SHAPES = (
         (9, (230, 51, 51), 0.025),
         (6, (0, 102, 153), 0.02),
@@ -135,7 +141,7 @@ class SyntheticCamera:
         depth = np.full(shape, self.HEIGHT - height, np.float32)
         segmentation = np.full(shape, number, np.int16)
         for (number, colour, height), (start, stop, radius) in zip(self.SHAPES, bars, strict=True):
-            # How much of a pixel is covered, from the distance of its middle to the edge.
+            # Covered share of a pixel, computed from the distance between its centre and the edge.
             distance = _distance(places, start, stop) - radius
             cover = np.clip(0.5 - distance / (axis[1] - axis[0]), 0, 1)
             rgb += cover[..., None] * (np.array(colour) - rgb)
@@ -145,7 +151,9 @@ class SyntheticCamera:
 
 
 def _distance(places: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Distance of places `[H, W, 2]` to the lines from `start` to `stop`, `[N, 2]`: `[N, H, W]`."""
+    """Return the distances of points `[H, W, 2]` to the lines from `start` to `stop` `[N, 2]`: `[N,
+    H, W]`.
+    """
     along = (stop - start)[:, None, None]
     offset = places[None] - start[:, None, None]
     part = (offset * along).sum(-1) / np.maximum((along * along).sum(-1), 1e-12)
@@ -153,16 +161,17 @@ def _distance(places: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.nda
 
 
 def _offscreen_backend() -> tuple[str, str] | None:
-    """Find a value of MUJOCO_GL with which MuJoCo can draw here, and the driver that does it; None if there is none."""
-    # Each is tried in a process of its own: drivers that cannot do it fail in ways of their own, a
-    # crash among them.
+    """Return a value of MUJOCO_GL with which MuJoCo renders here, and its driver; None if there is
+    none.
+    """
+    # Each driver is tried in a new process, because a driver that fails may crash.
     script = (
         "import mujoco; drawn = mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8); drawn.render();"
         "from OpenGL import GL; print(GL.glGetString(GL.GL_RENDERER).decode())"
     )
-    given = os.environ.get("MUJOCO_GL")
+    chosen = os.environ.get("MUJOCO_GL")
     usual = ("egl", "osmesa") if sys.platform == "linux" else ("",)
-    for backend in (given,) if given else usual:
+    for backend in (chosen,) if chosen else usual:
         environment = os.environ | {"MUJOCO_GL": backend}
         done = subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True

@@ -1,11 +1,11 @@
-"""PPO with a categorical policy: `python examples/categorical_ppo.py` learns CartPole-v1 from its logits.
+"""PPO with a categorical policy: `python examples/categorical_ppo.py` learns CartPole-v1.
 
-One rule: what the policy gives is declared once, with `policy_outputs`; there are no means and
-deviations to make up. The kept logits give the exact divergence from the policy that acted, at
-which an update stops.
+`policy_outputs` declares the logits of the policy once, so no mean and deviation are needed. An
+update stops at a divergence from the acting policy, which is computed exactly from the stored
+logits.
 
-Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task
-gives): 500 on average; 6 seconds on one core. `ppo.py` explains the rest.
+Result with the defaults (seed 1, 20 starts without exploration): a mean return of 500, the largest
+possible. It takes 6 seconds on one core. `ppo.py` explains the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_OBSERVATIONS, NUM_CHOICES = 4, 2
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn."""
+    """Options of the training."""
 
     num_envs: int = 32
     num_steps: int = 64
@@ -54,7 +54,9 @@ class ActorCritic(nn.Module):
 
 
 def make_storage(settings: Settings) -> RolloutStorage:
-    """Declare one whole number per action, and logits in place of a mean and a deviation."""
+    """Create a storage with one integer per action, and with logits instead of a mean and a
+    deviation.
+    """
     sizes = settings.num_envs, settings.num_steps, (NUM_OBSERVATIONS,), None
     outputs = {"logits": (NUM_CHOICES,)}
     return RolloutStorage(
@@ -70,7 +72,10 @@ def collect(
     obs: Tensor,
     settings: Settings,
 ) -> Tensor:
-    """Fill the storage with one rollout and estimate its advantages; return where the environments stand."""
+    """Fill the storage with one rollout and estimate its advantages.
+
+    Return the last observations.
+    """
     for _ in range(settings.num_steps):
         transition = storage.Transition(observations=obs, values=policy.value(obs))
         choice = Categorical(logits=policy.logits(obs))
@@ -93,7 +98,9 @@ def update(
     storage: RolloutStorage,
     settings: Settings,
 ) -> None:
-    """Take clipped policy-gradient steps (Schulman et al. 2017) until the policy has moved away far enough."""
+    """Take clipped policy-gradient steps (Schulman et al. 2017) until the divergence from the
+    acting policy is too large.
+    """
     for batch in storage.mini_batch_generator(settings.num_mini_batches, settings.num_epochs):
         choice = Categorical(logits=policy.logits(batch.obs))
         before = Categorical(logits=batch.policy_outputs["logits"])
@@ -111,7 +118,10 @@ def update(
 
 
 def train(settings: Settings, report: Callable[[int, list[float]], None]) -> ActorCritic:
-    """Learn the task; `report(update, lengths)` is told how long the episodes were that ended in each update."""
+    """Learn the task.
+
+    `report(update, lengths)` is called with the lengths of the episodes that ended in each update.
+    """
     torch.manual_seed(settings.seed)
     envs, policy, storage = make_envs(settings.num_envs), ActorCritic(), make_storage(settings)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
@@ -135,7 +145,9 @@ def train(settings: Settings, report: Callable[[int, list[float]], None]) -> Act
 
 @torch.no_grad()
 def returns_of(policy: ActorCritic, num_episodes: int = 20, seed: int = 1000) -> np.ndarray:
-    """Give the return of one episode from each of `num_episodes` starts, always with the likelier choice."""
+    """Return the return of one episode from each of `num_episodes` starts, with the more likely
+    action.
+    """
     envs = make_envs(num_episodes)
     obs = torch.as_tensor(envs.reset(seed=seed)[0], dtype=torch.float32)
     returns, is_running = torch.zeros(num_episodes), torch.ones(num_episodes, dtype=torch.bool)
@@ -148,7 +160,7 @@ def returns_of(policy: ActorCritic, num_episodes: int = 20, seed: int = 1000) ->
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # such small networks are slower on several
+    torch.set_num_threads(1)  # small networks are slower with several threads
     learned = train(
         Settings(),
         lambda number, lengths: print(

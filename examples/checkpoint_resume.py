@@ -1,10 +1,10 @@
-"""A training run that is killed again and again, and ends as if nothing had happened.
+"""A training run that is killed repeatedly, and whose result equals that of an uninterrupted run.
 
-`python examples/checkpoint_resume.py` clones a teacher network (synthetic: random, fixed) in a
-process of its own, which saves compressed checkpoints in the background. The process is killed by
-`kill -9` at random instants and started again, until it is done. Then the same run without a kill
-is made, and both results are compared, bit by bit. One rule: everything that the next step depends
-on is in `Learner.state`. Draws demo/checkpoint_resume.png.
+`python examples/checkpoint_resume.py` clones a teacher (a fixed random network) in another process,
+which saves compressed checkpoints in the background. The process is killed by `kill -9` at random
+instants and restarted until the training is complete. Then the same training runs without kills.
+The two results are compared bit by bit. `Learner.state` contains everything that the next step
+depends on. The example draws demo/checkpoint_resume.png.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from storage import AsyncCheckpointSaver, PerformanceMonitor, load_checkpoint, l
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn."""
+    """Options of the training."""
 
     num_steps: int = 3000
     steps_per_checkpoint: int = 50
@@ -53,7 +53,7 @@ def network(settings: Settings) -> nn.Sequential:
 
 
 class Learner:
-    """The policy, its optimizer, its random numbers and what it has reached."""
+    """The policy, its optimizer, its random state and its progress."""
 
     def __init__(self, settings: Settings) -> None:
         torch.manual_seed(settings.seed)
@@ -64,7 +64,7 @@ class Learner:
         self.step = 0
 
     def learn(self) -> None:
-        """Make one step on observations that the generator gives."""
+        """Take one step on observations of the generator."""
         observation = torch.randn(
             self.settings.batch_size, self.settings.num_inputs, generator=self.rng
         )
@@ -78,7 +78,7 @@ class Learner:
         self.step += 1
 
     def state(self) -> dict[str, Any]:
-        """Give everything that the next step depends on; not copied."""
+        """Return everything that the next step depends on, without copies."""
         return {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -112,7 +112,7 @@ def train(path: Path, settings: Settings) -> None:
 
 
 def step_of(path: Path) -> int:
-    """Read how far the last checkpoint is, without its tensors."""
+    """Read the step of the last checkpoint without its tensors."""
     try:
         return load_checkpoint_meta(path)["step"]
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def step_of(path: Path) -> int:
 
 
 def run_and_kill(path: Path, settings: Settings, arguments: list[str]) -> list[int]:
-    """Start the training again and again; give the steps at which it went on after a kill."""
+    """Start the training repeatedly. Return the steps at which it resumed after a kill."""
     rng, resumed = random.Random(settings.seed), []
     while True:
         process = subprocess.Popen([sys.executable, __file__, "--train", str(path), *arguments])
@@ -130,7 +130,7 @@ def run_and_kill(path: Path, settings: Settings, arguments: list[str]) -> list[i
             return resumed
         before = step_of(path)
         while step_of(path) == before and process.poll() is None:
-            time.sleep(0.002)  # it is to get somewhere in its life
+            time.sleep(0.002)  # each life must reach a new checkpoint
         time.sleep(rng.random() * settings.longest_life_s)
         if process.poll() is not None:
             assert process.returncode == 0
@@ -151,7 +151,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def draw(losses: torch.Tensor, resumed: list[int], path: Path) -> None:
-    """Draw the loss over the steps and where the run was resumed."""
+    """Draw the loss over the steps, and the steps at which the run resumed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -181,12 +181,12 @@ def main(settings: Settings, arguments: list[str]) -> None:
         path.with_name(path.name + ".lz4").unlink(missing_ok=True)
     resumed = run_and_kill(killed, settings, arguments)
     subprocess.run([sys.executable, __file__, "--train", str(whole), *arguments], check=True)
-    one, other = load_checkpoint(killed), load_checkpoint(whole)
+    resumed_state, other = load_checkpoint(killed), load_checkpoint(whole)
     size = killed.with_name(killed.name + ".lz4").stat().st_size
-    loss = f"loss {one['losses'][0]:.4f} -> {one['losses'][-1]:.5f}"
+    loss = f"loss {resumed_state['losses'][0]:.4f} -> {resumed_state['losses'][-1]:.5f}"
     print(f"killed {len(resumed)} times, {loss}, checkpoint {size:,} bytes")
-    print(f"equal to the run without a kill, bit by bit: {equal(one, other)}")
-    draw(one["losses"], resumed, Path("demo/checkpoint_resume.png"))
+    print(f"equal to the run without a kill, bit by bit: {equal(resumed_state, other)}")
+    draw(resumed_state["losses"], resumed, Path("demo/checkpoint_resume.png"))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""DAgger (Ross et al. 2011) with collection and learning at once: two processes and one folder between them.
+"""DAgger (Ross et al. 2011) while data is collected: two processes with one folder between them.
 
-`python examples/dagger.py` starts a collector, which balances poles with the student's newest
-policy and records what a teacher would have done there. The student learns from the growing folder
-meanwhile (`refresh_s`) and leaves its policy beside it. Neither waits for the other. Prints, round
-by round, for how many steps the student keeps a pole upright.
+`python examples/dagger.py` starts a collector. It balances poles with the student's newest policy,
+and records the teacher's actions as labels. The student learns from the growing folder
+(`refresh_s`) and writes its policy beside it. Neither process waits for the other. The example
+prints, for each round, for how many steps the student keeps a pole upright.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout_data import RolloutDataset, RolloutWriter, loader
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn."""
+    """Options of the training."""
 
     num_rounds: int = 12
     round_s: float = 1.5
@@ -48,12 +48,15 @@ class Poles:
         self.restart(self.age == 0)
 
     def restart(self, which: torch.Tensor) -> None:
-        """Place some poles anew, a little tilted."""
+        """Reset some poles to a small angle."""
         self.state[which] = torch.empty(int(which.sum()), 4).uniform_(-0.1, 0.1, generator=self.rng)
         self.age[which] = 0
 
     def step(self, force: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Push the carts for 20 ms; which poles fell, and which have stood long enough."""
+        """Push the carts for 20 ms.
+
+        Return the poles that fell, and the poles that stood long enough.
+        """
         speed, angle, turn = self.state[:, 1], self.state[:, 2], self.state[:, 3]
         push = (10 * force.clamp(-1, 1) + 0.05 * turn.square() * angle.sin()) / 1.1
         bend = (9.8 * angle.sin() - angle.cos() * push) / (
@@ -66,7 +69,7 @@ class Poles:
 
 
 def teacher(state: torch.Tensor) -> torch.Tensor:
-    """The force that a good controller would apply: `[N, 1]`."""
+    """Return the force of a good controller: `[N, 1]`."""
     return (state @ torch.tensor([[0.3], [0.5], [5.0], [1.0]])).clamp(-1, 1)
 
 
@@ -76,7 +79,9 @@ def new_student(settings: Settings) -> nn.Sequential:
 
 
 def collect(settings: Settings, is_over: multiprocessing.synchronize.Event) -> None:
-    """Let the newest student drive, and record what the teacher says, until it is over."""
+    """Act with the newest student and record the teacher's labels, until the learner has
+    finished.
+    """
     torch.set_num_threads(1)
     poles, student, policy, loaded_ns = (
         Poles(settings, settings.seed + 1),
@@ -101,7 +106,9 @@ def collect(settings: Settings, is_over: multiprocessing.synchronize.Event) -> N
 
 
 def steps_upright(student: nn.Module, settings: Settings) -> float:
-    """For how many steps the student keeps poles upright, `settings.longest` at most: the mean of all."""
+    """Return the mean number of steps for which the student keeps poles upright, at most
+    `settings.longest`.
+    """
     poles = Poles(settings, settings.seed + 2)
     stands, total = torch.ones(settings.num_envs, dtype=torch.bool), 0
     with torch.no_grad():
@@ -112,7 +119,10 @@ def steps_upright(student: nn.Module, settings: Settings) -> float:
 
 
 def learn(settings: Settings) -> None:
-    """Learn from all that was recorded, what is new first, and leave a policy for the collector after each round."""
+    """Learn from all recorded data, new data first.
+
+    Write a policy for the collector after each round.
+    """
     student = new_student(settings)
     optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
     dataset = RolloutDataset(

@@ -1,12 +1,14 @@
-"""Distillation through `storage.ActionLabelRollout`: a teacher that sees everything, a student that does not.
+"""Distillation with `storage.ActionLabelRollout`: the teacher observes everything, the student does
+not.
 
-`python examples/distillation.py` lets PPO learn CartPole-v1 with velocities (the teacher), then a
-student with a GRU and no velocities imitates it: the student acts, the teacher labels what the
-student met (DAgger, Ross et al. 2011). It prints both returns and draws `demo/distillation.png`.
+`python examples/distillation.py` first learns CartPole-v1 by PPO with velocities (the teacher).
+Then a student with a GRU imitates it without velocities: the student acts, and the teacher labels
+the student's observations (DAgger, Ross et al. 2011). The example prints both returns and draws
+`demo/distillation.png`.
 
-Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task
-gives): 500 on average for the teacher and for the student, 23 at random; 20 seconds on one core.
-The curve: while it explores.
+Result with the defaults (seed 1, 20 starts without exploration): a mean return of 500, the largest
+possible, for the teacher and for the student, and 23 for random actions. It takes 20 seconds on one
+core. The curve shows returns with exploration.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from storage import ActionLabelRollout, HiddenStates, RolloutStorage, unpad_traj
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn; the defaults take about a minute."""
+    """Options of the training. The defaults take about a minute."""
 
     num_envs: int = 32
     num_steps: int = 32
     num_teacher_updates: int = 60
     num_student_updates: int = 60
-    #: Rollouts that the student's storage keeps.
+    #: Rollouts in the student's storage.
     num_rollouts_kept: float = 4.0
     num_epochs: int = 2
     num_mini_batches: int = 4
@@ -58,7 +60,7 @@ class Teacher(nn.Module):
 
 
 def teach(settings: Settings) -> Teacher:
-    """Learn the teacher by PPO (see `ppo.py`, which explains it)."""
+    """Learn the teacher by PPO. `ppo.py` explains PPO."""
     teacher, envs = Teacher(), make_envs(settings.num_envs)
     optimizer = torch.optim.Adam(teacher.parameters(), lr=settings.learning_rate)
     sizes = settings.num_envs, settings.num_steps, (NUM_ALL,), None, (1,)
@@ -97,7 +99,7 @@ def teach(settings: Settings) -> Teacher:
 
 @dataclass
 class Lesson:
-    """A student in its environments, and where they stand."""
+    """A student, its environments and their state."""
 
     student: Policy
     teacher: Teacher
@@ -111,7 +113,7 @@ class Lesson:
 
     @torch.no_grad()
     def collect(self, num_steps: int) -> None:
-        """The student acts; every step gets the teacher's answer as its label."""
+        """Act with the student. The teacher's action labels each step."""
         for _ in range(num_steps):
             seen, state = self.obs[:, VISIBLE], self.state
             transition = self.storage.Transition(
@@ -130,11 +132,11 @@ class Lesson:
             self.lengths += 1
             self.finished += self.lengths[dones].tolist()
             self.lengths[dones] = 0
-        self.storage.clear()  # begins the next rollout; the newest ones are kept
+        self.storage.clear()  # Begins the next rollout. The newest rollouts stay.
 
 
 def distill(teacher: Teacher, settings: Settings, curve: list[tuple[int, float]]) -> Policy:
-    """Learn the student; `curve` gets (update, mean return of the episodes that ended)."""
+    """Learn the student. `curve` receives (update, mean return of the episodes that ended)."""
     student, envs = Policy(has_memory=True), make_envs(settings.num_envs)
     optimizer = torch.optim.Adam(student.parameters(), lr=settings.learning_rate)
     sizes = settings.num_envs, settings.num_steps, (NUM_VISIBLE,), None, (1,)
@@ -168,7 +170,10 @@ def distill(teacher: Teacher, settings: Settings, curve: list[tuple[int, float]]
 
 @torch.no_grad()
 def returns_of(policy: Teacher | Policy | None, num_episodes: int, seed: int = 1000) -> np.ndarray:
-    """Give the return of one episode from each of `num_episodes` starts, without exploration; None acts at random."""
+    """Return the return of one episode from each of `num_episodes` starts, without exploration.
+
+    None acts at random.
+    """
     envs, generator = make_envs(num_episodes), torch.Generator().manual_seed(seed)
     obs = torch.as_tensor(envs.reset(seed=seed)[0], dtype=torch.float32)
     state = policy.start(num_episodes) if isinstance(policy, Policy) else None

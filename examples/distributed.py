@@ -1,12 +1,12 @@
-"""Training on two ranks that is killed and goes on with the next batch, on two ranks and on one.
+"""Training on two ranks that is killed, and resumes with the next batch on two ranks and on one.
 
-`python examples/distributed.py` records a teacher (synthetic: a random, fixed network) and clones
-it three times: without a break; killed by `kill -9` at a random step and resumed on two ranks; the
-same, resumed on one rank. Each rank reads with two workers. Every batch is noted, env by env, and
-the three sequences of batches are compared bit by bit. `torchrun --nproc-per-node=2
-examples/distributed.py --train` trains only; started again, it resumes on any number of ranks that
-divides `num_envs`. One rule: the checkpoint holds everything that the next step depends on, and no
-rank.
+`python examples/distributed.py` records a teacher (a fixed random network) and clones it three
+times. The first run is not interrupted. The second is killed by `kill -9` at a random step and
+resumed on two ranks. The third is killed and resumed on one rank. Each rank reads with two workers.
+The hashes of every batch, env by env, are stored, and the sequences of the three runs are compared.
+`torchrun --nproc-per-node=2 examples/distributed.py --train` only trains. Started again, it resumes
+on any number of ranks that divides `num_envs`. The checkpoint contains everything that the next
+step depends on, and nothing of a single rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn. `num_envs` are those of all ranks together."""
+    """Options of the training. `num_envs` is the number of environments of all ranks."""
 
     num_steps: int = 400
     steps_per_checkpoint: int = 25
@@ -65,7 +65,7 @@ def network(settings: Settings) -> nn.Sequential:
 
 
 def record(data: Path, settings: Settings) -> None:
-    """Record random walks of 10 to 60 frames, and what the teacher does there."""
+    """Record random walks of 10 to 60 frames with the teacher's actions."""
     generator = torch.Generator().manual_seed(settings.seed)
     torch.manual_seed(settings.seed + 1)
     teacher = network(settings)
@@ -85,7 +85,9 @@ def record(data: Path, settings: Settings) -> None:
 
 
 def train(data: Path, run: Path, settings: Settings, dies_at: int = 0) -> None:
-    """Be one rank, as torchrun starts it: train from the last checkpoint, if there is one, to the end."""
+    """Run one rank, as started by torchrun: train from the last checkpoint, if there is one, to the
+    end.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
     dist.init_process_group("gloo")
@@ -97,7 +99,7 @@ def train(data: Path, run: Path, settings: Settings, dies_at: int = 0) -> None:
         num_transitions_per_env=settings.num_transitions_per_env, seed=settings.seed,
     )  # fmt: skip
     batches, num_made = loader(dataset, settings.num_workers), 0
-    # No rank writes one before all ranks have begun their first step
+    # No rank writes a checkpoint before all ranks have begun their first step.
     if (run / CHECKPOINT).exists():
         state = load_checkpoint(run / CHECKPOINT)
         policy.module.load_state_dict(state["policy"])
@@ -133,7 +135,7 @@ def train(data: Path, run: Path, settings: Settings, dies_at: int = 0) -> None:
 
 
 def fingerprints(batch: Transition) -> list[str]:
-    """Hash what each env of a batch holds, every bit of it."""
+    """Hash all bits of a batch, env by env."""
     tensors = [batch.observation, batch.action, batch.valid, batch.is_first, batch.is_last]
     columns = [tensor.transpose(0, 1).contiguous().numpy() for tensor in tensors]
     return [
@@ -143,7 +145,7 @@ def fingerprints(batch: Transition) -> list[str]:
 
 
 def in_ranks(num_ranks: int, function: Callable[..., None], *arguments: Any) -> list[int | None]:
-    """Do what torchrun does: start ranks on this machine and wait; their exit codes."""
+    """Start ranks on this machine, as torchrun does, and wait. Return their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -158,20 +160,20 @@ def in_ranks(num_ranks: int, function: Callable[..., None], *arguments: Any) -> 
 
 
 def sequence(run: Path) -> list[list[str]]:
-    """The batches of all ranks, env by env, of the steps that all ranks of a run have made.
+    """Return the batches of all ranks, env by env, of the steps that all ranks of a run have taken.
 
-    Steps that were made again after a kill must have had the same batches.
+    Steps that were repeated after a kill must have had the same batches.
     """
     steps, is_equal = dict[int, list[str]](), True
     for num_ranks in (1, 2):
         paths = [run / f"rank_{rank}_of_{num_ranks}.jsonl" for rank in range(num_ranks)]
         ranks: list[dict[int, list[str]]] = [{} for _ in paths]
-        for path, made in zip(paths, ranks, strict=True):
+        for path, batches in zip(paths, ranks, strict=True):
             for note in map(json.loads, path.read_text().splitlines() if path.exists() else []):
-                is_equal &= made.setdefault(note["step"], note["envs"]) == note["envs"]
-        # A killed rank may have made a step less than another
+                is_equal &= batches.setdefault(note["step"], note["envs"]) == note["envs"]
+        # A killed rank may have taken one step less than another.
         for step in set(ranks[0]).intersection(*ranks):
-            envs = [env for made in ranks for env in made[step]]
+            envs = [env for batches in ranks for env in batches[step]]
             is_equal &= steps.setdefault(step, envs) == envs
     assert is_equal
     return [steps[number] for number in range(1, len(steps) + 1)]

@@ -1,11 +1,10 @@
 """Imitate motion clips with latent goals: `python examples/motion_imitation.py` draws demo/motion_imitation.png.
 
-Real clips (examples/data/motions, licences beside them) are the expert; a point-mass character,
-whose joints move with the velocity that the policy commands, tracks them. As in forward-backward
-learning, a window of future frames is embedded into a latent z, and the policy acts towards z. What
-is remembered stands in three buffers: expert windows in a `TrajectoryDictBuffer`, the policy's own
-windows in a `TrajectoryDictBufferMultiDim`, latents in a `ZBuffer`. Motions that are tracked worse
-are then drawn more often.
+Real clips (examples/data/motions, with licences) are the expert. A point-mass character tracks
+them; the policy commands the velocities of its joints. As in forward-backward learning, a window of
+future frames is embedded into a latent z, and the policy acts towards z. Three buffers store the
+data: a `TrajectoryDictBuffer` the expert windows, a `TrajectoryDictBufferMultiDim` the policy's
+windows, and a `ZBuffer` the latents. Motions with larger tracking errors are drawn more often.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from storage import TrajectoryDictBuffer, TrajectoryDictBufferMultiDim, ZBuffer,
 
 MOTIONS = Path(__file__).parent / "data" / "motions"
 SEQ_LENGTH, RATE_HZ = 8, 30.0
-#: Both skeletons share one observation: a humanoid's root and joints, or a quadruped's and zeros.
+#: Both skeletons share one observation: root and joints of a humanoid, or of a quadruped and zeros.
 NUM_POSE = 43
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn; the defaults take about a minute."""
+    """Options of the training. The defaults take about a minute."""
 
     num_rounds: int = 15
     updates_per_round: int = 300
@@ -41,7 +40,7 @@ class Settings:
     width: int = 128
     learning_rate: float = 1e-3
     noise: float = 0.05
-    #: How far beside the clip the policy learns to come back from.
+    #: Distance from the clip from which the policy learns to return.
     spread: float = 0.05
     seed: int = 0
 
@@ -66,14 +65,14 @@ def read_clips(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def episode(motion_id: int, poses: Tensor) -> dict:
-    """Make an episode: poses and velocities, nested, and which motion it is."""
+    """Return an episode: nested poses and velocities, and the number of the motion."""
     velocity = torch.diff(poses, dim=0, append=poses[-1:]) * RATE_HZ
     ids = torch.full((len(poses), 1), motion_id)
     return {"observation": {"pose": poses, "velocity": velocity}, "motion_id": ids}
 
 
 class Imitator(nn.Module):
-    """Embed what comes into z, act towards z."""
+    """Embed observations into z, and act towards z."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -86,17 +85,17 @@ class Imitator(nn.Module):
         )
 
     def embed(self, poses: Tensor) -> Tensor:
-        """Embed windows of following poses, `[N, L, NUM_POSE]`, on the sphere of radius sqrt(z_dim)."""
+        """Embed windows of future poses `[N, L, NUM_POSE]` on the sphere of radius sqrt(z_dim)."""
         z = self.backward_map(poses).mean(1)
         return nn.functional.normalize(z, dim=-1) * z.shape[-1] ** 0.5
 
     def act(self, pose: Tensor, z: Tensor) -> Tensor:
-        """Command velocities, `[N, NUM_POSE]`."""
+        """Return the commanded velocities `[N, NUM_POSE]`."""
         return self.policy(torch.cat([pose, z], -1))
 
 
 def imitate(model: Imitator, batch: dict, z_buffer: ZBuffer, spread: float) -> Tensor:
-    """Compare what the policy does towards a window's own latent with what leads into it, from a little beside it."""
+    """Return the loss of actions towards a window's latent, from states near the clip."""
     length = SEQ_LENGTH
     pose = batch["observation"]["pose"].unflatten(0, (-1, length))
     following = batch["next"]["observation"]["pose"].unflatten(0, (-1, length))
@@ -114,7 +113,10 @@ def collect(
     z_buffer: ZBuffer,
     settings: Settings,
 ) -> None:
-    """Let all characters move from expert frames towards stored latents; every trajectory is cut at the end."""
+    """Move all characters from expert frames towards stored latents.
+
+    Every trajectory is truncated at the end.
+    """
     pose = expert.sample(settings.num_envs, seq_length=1)["observation"]["pose"]
     z = z_buffer.sample(settings.num_envs)
     for number in range(settings.steps_per_round):
@@ -134,7 +136,10 @@ def collect(
 
 @torch.no_grad()
 def tracking_errors(model: Imitator, clips: list[tuple[str, Tensor]]) -> Tensor:
-    """Track every clip from its first frame; mean distance to it, relative to how far it moves."""
+    """Track every clip from its first frame.
+
+    Return the mean distance to it, relative to its movement.
+    """
     errors = []
     for _, poses in clips:
         pose, distances = poses[:1], []
@@ -147,14 +152,16 @@ def tracking_errors(model: Imitator, clips: list[tuple[str, Tensor]]) -> Tensor:
 
 
 def shares(expert: TrajectoryDictBuffer, num_draws: int = 20_000) -> Tensor:
-    """Say how often each motion is drawn."""
+    """Return how often each motion is drawn."""
     batch = expert.sample(num_draws * SEQ_LENGTH)
     drawn = batch["motion_id"].view(num_draws, SEQ_LENGTH)[:, 0]
     return torch.bincount(drawn, minlength=expert.num_episodes) / num_draws
 
 
 def train(settings: Settings, folder: Path = MOTIONS) -> dict:
-    """Imitate; give names, shares before and after the priorities, tracking errors per round."""
+    """Imitate. Return names, shares of draws before and after the priorities, and tracking errors
+    per round.
+    """
     torch.manual_seed(settings.seed)
     clips = list(read_clips(folder))
     names = [name for name, _ in clips]
@@ -195,7 +202,7 @@ def train(settings: Settings, folder: Path = MOTIONS) -> dict:
 
 
 def draw(result: dict, path: Path) -> None:
-    """Draw the shares of draws before and after, against the errors, and the errors over time."""
+    """Draw the shares before and after over the errors, and the errors over time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,7 @@
 """TD3 on a MuJoCo task with `storage.DictBuffer`: `python examples/off_policy.py` draws demo/off_policy.png.
 
-One rule: everything about learning stands here, everything about remembering in the buffer: it
-keeps each observation once, gives the true last observation of an episode as the next one, and
-never a reset's.
+The buffer stores each observation once. The next observation of a last step is the true final
+observation, not that of a reset.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from storage import DictBuffer
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn; the defaults learn InvertedDoublePendulum-v5 in a few minutes."""
+    """Options of the training. The defaults learn InvertedDoublePendulum-v5 in a few minutes."""
 
     task: str = "InvertedDoublePendulum-v5"
     num_envs: int = 4
@@ -110,7 +109,7 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def train(settings: Settings) -> tuple[list[tuple[int, float]], DictBuffer]:
-    """Learn a task; give (frames seen, return) of every episode, and the buffer."""
+    """Learn a task. Return (frames so far, return) of every episode, and the buffer."""
     torch.manual_seed(settings.seed)
     makers = [lambda: gymnasium.make(settings.task)] * settings.num_envs
     envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -138,7 +137,7 @@ def train(settings: Settings) -> tuple[list[tuple[int, float]], DictBuffer]:
             action = (action + settings.exploration * torch.randn_like(action)).clamp(-1, 1)
         reached, reward, terminated, truncated, infos = envs.step(action.numpy() * high)
         following = torch.as_tensor(reached, dtype=torch.float32)
-        # Where an episode ends, `following` is already the next one's first
+        # After an end, `following` is the first observation of the next episode.
         final = following.clone()
         for env in np.flatnonzero(terminated | truncated):
             final[env] = torch.as_tensor(infos["final_obs"][env], dtype=torch.float32)
@@ -158,7 +157,7 @@ def train(settings: Settings) -> tuple[list[tuple[int, float]], DictBuffer]:
 
 
 def draw(curve: list[tuple[int, float]], settings: Settings, path: Path) -> None:
-    """Draw the return of every episode over the frames seen."""
+    """Draw the return of every episode over the frames."""
     import matplotlib
 
     matplotlib.use("Agg")

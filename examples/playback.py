@@ -1,4 +1,6 @@
-"""Play a recording back frame by frame: `python examples/playback.py FOLDER` (default: what `make demo` recorded)."""
+"""Play a recording frame by frame: `python examples/playback.py FOLDER` (default: the recording of
+`make demo`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ for number, frame in zip(range(num_frames), dataset, strict=False):
     rewards = (
         "none"
         if frame.reward is None
-        else " ".join(f"{one:8.3f}" for one in frame.reward.flatten().tolist())
+        else " ".join(f"{reward:8.3f}" for reward in frame.reward.flatten().tolist())
     )
     print(
         f"frame {number}: rewards {rewards}   observation of env 0 {frame.observation[0][:3].tolist()}"

@@ -1,4 +1,4 @@
-"""A complete PPO loop on `storage.RolloutStorage`, short enough to copy: `python examples/ppo.py`."""
+"""A complete PPO loop on `storage.RolloutStorage`: `python examples/ppo.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from storage import RolloutStorage
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn; the defaults learn InvertedDoublePendulum-v5 in one to two minutes."""
+    """Options of the training.
+
+    The defaults learn InvertedDoublePendulum-v5 in one to two minutes.
+    """
 
     num_envs: int = 32
     num_steps: int = 64
@@ -32,7 +35,10 @@ class Settings:
 
 
 def make_envs(task: str, num_envs: int) -> SyncVectorEnv:
-    """Make environments that restart in the step that ends an episode; `infos["final_obs"]` has the true end."""
+    """Create environments that restart in the step that ends an episode.
+
+    `infos["final_obs"]` has the true final observation.
+    """
     makers = [lambda: gymnasium.make(task)] * num_envs
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
@@ -64,7 +70,7 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: np.ndarray, explore: bool = False) -> np.ndarray:
-        """Give the most likely actions, or drawn ones, as environments want them."""
+        """Return the most likely or drawn actions in the form that environments accept."""
         distribution = self.distribution(torch.as_tensor(observations, dtype=torch.float32))
         return (distribution.sample() if explore else distribution.mean).numpy()
 
@@ -77,7 +83,10 @@ def collect(
     obs: Tensor,
     settings: Settings,
 ) -> Tensor:
-    """Fill the storage with one rollout and estimate its advantages; return where the environments stand."""
+    """Fill the storage with one rollout and estimate its advantages.
+
+    Return the last observations.
+    """
     low, high = envs.single_action_space.low, envs.single_action_space.high
     for _ in range(settings.num_steps):
         transition = storage.Transition()
@@ -129,7 +138,11 @@ def update(
 def train(
     task: str, settings: Settings, report: Callable[[int, list[float]], bool | None]
 ) -> ActorCritic:
-    """Learn a task; `report(update, returns)` gets the returns of the episodes that ended, and stops it by True."""
+    """Learn a task.
+
+    `report(update, returns)` receives the returns of the episodes that ended. It returns True to
+    stop.
+    """
     torch.manual_seed(settings.seed)
     envs = make_envs(task, settings.num_envs)
     num_observations, num_actions = (
@@ -166,7 +179,7 @@ def train(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # such small networks are slower on several
+    torch.set_num_threads(1)  # small networks are slower with several threads
     train(
         "InvertedDoublePendulum-v5",
         Settings(),

@@ -1,7 +1,8 @@
-"""DQN with prioritized replay: `python examples/prioritized_dqn.py` learns Acrobot with and without, and draws both.
+"""DQN with prioritized replay: `python examples/prioritized_dqn.py` learns Acrobot with and without
+priorities.
 
-One rule: the two differ in one number, `alpha`: how strongly the error of a transition decides how
-often it is drawn (Schaul et al. 2016); 0 draws uniformly. `demo/prioritized_dqn.png` shows the mean
+The two runs differ in one number: `alpha` determines how strongly the error of a transition changes
+its probability (Schaul et al. 2016). 0 draws uniformly. `demo/prioritized_dqn.png` shows the mean
 of several seeds.
 """
 
@@ -23,7 +24,7 @@ from storage import AdvancedReplayBuffer
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn; the defaults learn Acrobot-v1 in about half a minute per seed."""
+    """Options of the training. The defaults learn Acrobot-v1 in about half a minute per seed."""
 
     task: str = "Acrobot-v1"
     num_envs: int = 8
@@ -55,7 +56,7 @@ class DQN:
 
     @torch.no_grad()
     def act(self, observation: Tensor, exploration: float) -> Tensor:
-        """Choose the best action `[N]`, or any with the probability `exploration`."""
+        """Choose the best action `[N]`, or a random one with the probability `exploration`."""
         best = self.values(observation)
         chosen = best.argmax(-1)
         return torch.where(
@@ -65,7 +66,7 @@ class DQN:
         )
 
     def errors(self, batch: dict[str, Tensor]) -> Tensor:
-        """Give the temporal-difference errors `[B]` of a batch."""
+        """Return the temporal-difference errors `[B]` of a batch."""
         with torch.no_grad():
             best = self.values(batch["next_obs"]).argmax(-1, keepdim=True)
             future = self.target(batch["next_obs"]).gather(-1, best).squeeze(-1)
@@ -75,7 +76,7 @@ class DQN:
         )
 
     def step(self, loss: Tensor) -> None:
-        """Take a step down a loss and draw the target network after."""
+        """Take a gradient step, and move the target network towards the network."""
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.values.parameters(), 10.0)
@@ -86,29 +87,30 @@ class DQN:
 
 
 def make_envs(settings: Settings) -> VectorEnv:
-    """Make the environments, side by side, each beginning anew in the step in which an episode ends."""
+    """Create environments that restart in the step that ends an episode."""
     makers = [lambda: gymnasium.make(settings.task)] * settings.num_envs
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 class Play:
-    """Environments that are played, and what came of it."""
+    """Environments, and the returns of their episodes."""
 
     def __init__(self, settings: Settings) -> None:
         self.envs = make_envs(settings)
         self.observation = torch.as_tensor(self.envs.reset(seed=settings.seed)[0])
         self.running = np.zeros(settings.num_envs)
-        #: (frames seen, return) of every episode.
+        #: (frames so far, return) of every episode.
         self.curve: list[tuple[int, float]] = []
         self.num_frames = 0
 
     def step(self, action: Tensor) -> dict[str, Tensor]:
-        """Act; give the transitions `[N, ...]`, each with the observation that truly followed."""
+        """Act. Return the transitions `[N, ...]` with true next observations."""
         reached, reward, terminated, truncated, infos = self.envs.step(action.numpy())
         self.num_frames += len(action)
         following, done = torch.as_tensor(reached), terminated | truncated
         last = following.clone()
-        for env in np.flatnonzero(done):  # there `following` is already the next episode's first
+        # after an end, `following` is the first observation of the next episode
+        for env in np.flatnonzero(done):
             last[env] = torch.as_tensor(infos["final_obs"][env])
             self.curve.append((self.num_frames, self.running[env] + reward[env]))
         self.running = np.where(done, 0, self.running + reward)
@@ -123,7 +125,7 @@ class Play:
 
 
 def exploration(settings: Settings, number: int) -> float:
-    """Say how often to act at random in a step."""
+    """Return the probability of a random action in a step."""
     if number < settings.num_random_steps:
         return 1.0
     return max(
@@ -133,7 +135,7 @@ def exploration(settings: Settings, number: int) -> float:
 
 
 def train(settings: Settings) -> tuple[list[tuple[int, float]], AdvancedReplayBuffer]:
-    """Learn a task; give (frames seen, return) of every episode, and the buffer."""
+    """Learn a task. Return (frames so far, return) of every episode, and the buffer."""
     torch.manual_seed(settings.seed)
     play = Play(settings)
     num_actions = int(play.envs.single_action_space.n)
@@ -163,17 +165,17 @@ def train(settings: Settings) -> tuple[list[tuple[int, float]], AdvancedReplayBu
 
 
 def smooth(curve: list[tuple[int, float]], num_frames: int, width: int) -> np.ndarray:
-    """Give the mean return of the episodes of the last `width` frames, at 100 places."""
+    """Return the mean return of the episodes of the last `width` frames, at 100 positions."""
     frames, returns = np.array(curve).T
     recent = [
         returns[(frames > at - width) & (frames <= at)]
         for at in np.linspace(width, num_frames, 100)
     ]
-    return np.array([found.mean() if len(found) else np.nan for found in recent])
+    return np.array([returns.mean() if len(returns) else np.nan for returns in recent])
 
 
 def draw(curves: dict[str, list[list[tuple[int, float]]]], settings: Settings, path: Path) -> None:
-    """Draw each way's mean over the seeds, and each seed."""
+    """Draw the mean over the seeds and each seed, with and without priorities."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
-"""Training under Ray Train: two workers, each a rank that reads its share, stop and go on with the next batch.
+"""Training with Ray Train: two workers, each a rank, stop and resume with the next batch.
 
-`python examples/ray_train.py` needs `pip install rollout-data[ray]`. It records a teacher
-(synthetic: a fixed, random network), trains for half a pass, and goes on from the reported
-checkpoint to the end of the pass. One rule: in the training function stands what stands under
-torchrun; Ray Train makes the process group before it calls it.
+`python examples/ray_train.py` needs `pip install rollout-data[ray]`. It records a teacher (a fixed
+random network), trains for half a pass, and resumes from the reported checkpoint to the end of the
+pass. The training function is the same as with torchrun. Ray Train creates the process group before
+it calls the function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ STATE = "state.pt"
 
 
 def record(data: Path) -> int:
-    """Record walks of 10 to 40 frames, whose first input is the number of the frame; give how many frames there are."""
+    """Record walks of 10 to 40 frames, whose first input is the number of the frame.
+
+    Return the number of frames.
+    """
     torch.manual_seed(0)
     teacher, num_frames = nn.Linear(NUM_INPUTS, 2), 0
     with RolloutWriter(data, num_envs=1, durable=False) as writer, torch.no_grad():
@@ -46,9 +49,12 @@ def record(data: Path) -> int:
 
 
 def learn(config: dict[str, Any]) -> None:
-    """Be one worker: train for so many batches, or to the end of the pass, and report what all workers have read."""
+    """Run one worker: train for a number of batches, or to the end of the pass.
+
+    Report the frames that all workers have read.
+    """
     torch.set_num_threads(1)
-    # DistributedDataParallel, as there are several workers
+    # wraps the policy in DistributedDataParallel
     policy = prepare_model(nn.Linear(NUM_INPUTS, 2))
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     dataset = RolloutDataset(
@@ -79,7 +85,7 @@ def learn(config: dict[str, Any]) -> None:
     dist.all_gather_object(everyone, seen)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
-        if dist.get_rank() == 0:  # the state of the batches is that of all ranks
+        if dist.get_rank() == 0:  # the state of the batches is the same in all ranks
             state = {"policy": policy.module.state_dict(), "batches": batches.state_dict()}
             torch.save(state, Path(folder) / STATE)
             checkpoint = train.Checkpoint.from_directory(folder)

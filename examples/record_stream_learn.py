@@ -1,4 +1,4 @@
-"""The main job, end to end: learn a task, record it, stream it back, learn from the recording.
+"""The complete path: learn a task, record it, stream the recording, learn from the stream.
 
 `make demo` runs it. `--quick` runs every step in seconds to show that the installation works; it
 learns little. Open `report.html` in the folder `--out` first: it is a page about the recording in
@@ -94,7 +94,9 @@ def learn(plan: Plan, report: Report) -> ActorCritic:
 
 
 def record(expert: ActorCritic, plan: Plan, data_dir: Path) -> float:
-    """(b) Record the expert with `RolloutWriter`, which stands behind `record_demonstrations`; give the seconds.
+    """(b) Record the expert with `RolloutWriter`, which `record_demonstrations` uses too.
+
+    Return the seconds.
 
     Its actions are drawn as in training: an expert that never strays does not show how to come
     back.
@@ -118,7 +120,10 @@ def record(expert: ActorCritic, plan: Plan, data_dir: Path) -> float:
 def stream(
     data_dir: Path, num_envs: int, num_steps: int, num_passes: int
 ) -> DataLoader[Transition]:
-    """Stream the recording as batches of `[T, N, ...]`, every environment playing its own trajectories."""
+    """Stream the recording as batches `[T, N, ...]`.
+
+    Each environment plays its own trajectories.
+    """
     dataset = RolloutDataset(
         data_dir,
         num_envs,
@@ -131,7 +136,7 @@ def stream(
 
 
 def clone(data_dir: Path, plan: Plan) -> nn.Module:
-    """(d) Learn to do as the recorded expert does, from the stream alone."""
+    """(d) Learn the actions of the recorded expert from the stream alone."""
     loader = stream(data_dir, plan.num_stream_envs, plan.num_stream_steps, plan.num_passes)
     first = RolloutDataset(data_dir, 1, device="cpu")
     frame = first.get_batch()
@@ -154,7 +159,9 @@ def clone(data_dir: Path, plan: Plan) -> nn.Module:
 
 
 def measure(data_dir: Path, plan: Plan, recording_s: float, report: Report) -> None:
-    """Measure streaming, and writing the same frames again, each beside the cheapest way to move the same bytes."""
+    """Measure streaming, and writing the same frames again, each compared with the cheapest way to
+    move the same bytes.
+    """
     small, wide = (plan.num_stream_steps, plan.num_stream_envs), (128, plan.num_stream_envs)
 
     def play(num_steps: int, num_envs: int) -> None:
@@ -215,7 +222,7 @@ def write_raw(path: Path, data: torch.Tensor) -> None:
 
 
 def page_about(data_dir: Path, out: Path) -> str:
-    """(f) Write the page that shows the recording, and say where it is."""
+    """(f) Write the page about the recording, and print its path."""
     try:
         return f"written {write_report(data_dir, out)}: open it first, in a browser; it shows what was recorded"
     except RolloutDataError as missing:
@@ -248,7 +255,7 @@ def evaluate(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the whole job; 1 if the policies did not become as good as they must (not with `--quick`)."""
+    """Run all steps. Return 1 if a policy is worse than required (not with `--quick`)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("demo"), help="folder for the recording and the report"
@@ -257,14 +264,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     plan = QUICK if options.quick else Plan()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # such small networks are slower on several
+    torch.set_num_threads(1)  # small networks are slower with several threads
     data_dir = options.out / "data"
     shutil.rmtree(data_dir, ignore_errors=True)
     options.out.mkdir(parents=True, exist_ok=True)
     report = Report(TASK)
     expert = learn(plan, report)
     recording_s = record(expert, plan, data_dir)
-    command_line(["info", str(data_dir)])  # (c) what `rollout-data info` prints
+    command_line(["info", str(data_dir)])  # (c) the output of `rollout-data info`
     student = clone(data_dir, plan)
     measure(data_dir, plan, recording_s, report)
 

@@ -1,11 +1,11 @@
 """Recurrent PPO on `storage.RolloutStorage`: balance a pole whose velocities are hidden.
 
 `python examples/recurrent_ppo.py` learns CartPole-v1 from positions alone, once with a GRU and once
-without memory, prints both results and draws `demo/recurrent_ppo.png`. The critic may see
-everything: it is not needed later.
+without memory. It prints both results and draws `demo/recurrent_ppo.png`. The critic observes
+everything, because it is only needed for learning.
 
-Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task
-gives): 500 on average with the GRU, 44 without memory; 40 seconds on one core.
+Result with the defaults (seed 1, 20 starts without exploration): a mean return of 500, the largest
+possible, with the GRU, and 44 without memory. It takes 40 seconds on one core.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from tqdm import tqdm
 from storage import HiddenStates, MiniBatch, RolloutStorage, unpad_trajectories
 
 TASK = "CartPole-v1"
-#: The observation is cart position, velocity, pole angle, velocity; the policy sees the positions.
+#: The observation has cart position, velocity, pole angle and its velocity. The policy sees the
+#: positions.
 VISIBLE, NUM_ALL = [0, 2], 4
 NUM_VISIBLE = len(VISIBLE)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one may turn; the defaults take about two minutes."""
+    """Options of the training. The defaults take about two minutes."""
 
     num_envs: int = 32
     num_steps: int = 64
@@ -50,7 +51,10 @@ class Settings:
 
 
 class Policy(nn.Module):
-    """Push left or right by what a GRU remembers of the positions; without memory, a layer stands in its place."""
+    """Push left or right, computed from the state of a GRU over the positions.
+
+    Without memory, a layer replaces the GRU.
+    """
 
     def __init__(self, has_memory: bool, width: int = 64) -> None:
         super().__init__()
@@ -60,11 +64,14 @@ class Policy(nn.Module):
         self.value = nn.Sequential(nn.Linear(NUM_ALL, width), nn.Tanh(), nn.Linear(width, 1))
 
     def start(self, num_envs: int) -> Tensor | None:
-        """Give the state of environments that have just begun."""
+        """Return the state of environments at the start of an episode."""
         return None if self.memory is None else torch.zeros(1, num_envs, self.memory.hidden_size)
 
     def features(self, observations: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Read `[T, n, NUM_VISIBLE]` from `state` on; give `[T, n, width]` and the state after."""
+        """Read `[T, n, NUM_VISIBLE]` positions.
+
+        Return `[T, n, width]` features and the next state.
+        """
         if self.memory is None:
             return torch.tanh(self.layer(observations)), None
         return self.memory(observations, state)
@@ -74,14 +81,14 @@ class Policy(nn.Module):
 
 
 def make_envs(num_envs: int) -> SyncVectorEnv:
-    """Make environments that restart in the step that ends an episode."""
+    """Create environments that restart in the step that ends an episode."""
     return SyncVectorEnv(
         [lambda: gymnasium.make(TASK)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP
     )
 
 
 def step(envs: SyncVectorEnv, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Act; give the next observations, the true final ones in their place, rewards, dones and time-outs."""
+    """Act. Return next observations with true final observations, rewards, dones and time-outs."""
     obs, rewards, terminated, truncated, infos = envs.step(actions.flatten().long().numpy())
     next_obs = torch.as_tensor(obs, dtype=torch.float32)
     final_obs = next_obs.clone()
@@ -92,7 +99,7 @@ def step(envs: SyncVectorEnv, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def forget(state: Tensor | None, dones: Tensor) -> Tensor | None:
-    """Reset the state of environments that began anew."""
+    """Reset the recurrent state of environments that were reset."""
     return None if state is None else state * (~dones).float().reshape(1, -1, 1)
 
 
@@ -105,7 +112,7 @@ def collect(
     state: Tensor | None,
     settings: Settings,
 ) -> tuple[Tensor, Tensor | None]:
-    """Fill the storage with one rollout; return where the environments and the memory stand."""
+    """Fill the storage with one rollout. Return the last observations and the recurrent state."""
     for _ in range(settings.num_steps):
         transition = storage.Transition(observations=obs[:, VISIBLE], critic_observations=obs)
         transition.hidden_states = HiddenStates(actor=state)
@@ -126,7 +133,9 @@ def collect(
 
 
 def loss_of(policy: Policy, batch: MiniBatch, clip: float) -> Tensor:
-    """The clipped objective (Schulman et al. 2017) over trajectories, each from its own first state."""
+    """Return the clipped objective (Schulman et al. 2017) over trajectories, each with its own
+    first state.
+    """
     state = None if batch.hidden_states is None else batch.hidden_states.actor
     features, _ = policy.features(batch.obs, state)
     distribution = policy.distribution(unpad_trajectories(features, batch.masks))
@@ -138,7 +147,10 @@ def loss_of(policy: Policy, batch: MiniBatch, clip: float) -> Tensor:
 
 
 def train(settings: Settings, report: Callable[[int, list[float]], None]) -> Policy:
-    """Learn; `report(update, returns)` is told the returns of the episodes that ended in each update."""
+    """Learn the task.
+
+    `report(update, returns)` receives the returns of the episodes that ended in each update.
+    """
     torch.manual_seed(settings.seed)
     envs, policy = make_envs(settings.num_envs), Policy(settings.has_memory)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
@@ -172,7 +184,7 @@ def train(settings: Settings, report: Callable[[int, list[float]], None]) -> Pol
 
 @torch.no_grad()
 def test(policy: Policy, num_episodes: int, seed: int = 1000) -> np.ndarray:
-    """Give the return of one episode from each of `num_episodes` starts, without exploration."""
+    """Return the return of one episode from each of `num_episodes` starts, without exploration."""
     envs, state = make_envs(num_episodes), policy.start(num_episodes)
     obs = torch.as_tensor(envs.reset(seed=seed)[0], dtype=torch.float32)
     returns, is_running = torch.zeros(num_episodes), torch.ones(num_episodes, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The report of `record_stream_learn.py`: tables and one picture; nothing is learned or recorded here."""
+"""The report of `record_stream_learn.py`: tables and one picture."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-#: Frames of an episode that are drawn: what comes later is balance.
+#: Frames of an episode that are drawn. Later frames only show balance.
 NUM_SHOWN = 200
 COLOURS = {"random": "#7f7f7f", "expert (PPO)": "#1f77b4", "clone": "#ff7f0e"}
 
 
 @dataclass
 class Episodes:
-    """Returns of one policy's episodes, and the observations of the first of them."""
+    """Returns of the episodes of one policy, and the observations of its first episode."""
 
     returns: np.ndarray
     path: np.ndarray
@@ -22,7 +22,7 @@ class Episodes:
 
 @dataclass
 class Speed:
-    """How long it took to move a number of frames."""
+    """Time for moving a number of frames."""
 
     num_frames: int
     num_bytes: int
@@ -41,17 +41,17 @@ class Speed:
 
 @dataclass
 class Report:
-    """What a run of the main job found out."""
+    """Results of a run."""
 
     task: str
-    #: (frames seen, return) per training episode.
+    #: (frames so far, return) of each training episode.
     curve: list[tuple[int, float]] = field(default_factory=list)
     episodes: dict[str, Episodes] = field(default_factory=dict)
-    #: What was measured -> it, and its limit.
+    #: Name of a measurement -> the measurement, and its limit.
     speeds: dict[str, tuple[Speed, Speed | None]] = field(default_factory=dict)
 
     def tables(self) -> str:
-        """Lay out the returns of all policies, and the throughput."""
+        """Format the returns of all policies, and the throughput."""
         lines = [
             "",
             f"{self.task:<28}{'mean return':>12}{'std':>9}{'min':>9}{'max':>9}{'episodes':>10}",

@@ -1,9 +1,10 @@
-"""Two buffers under one manager: `python examples/two_buffers.py` learns MountainCar with a quarter of demonstrations.
+"""Two buffers with one manager: `python examples/two_buffers.py` learns MountainCar with
+demonstrations.
 
-One rule: three quarters of every batch come from what the agent does, one quarter from
-demonstrations that were recorded to block files and are read back from them. The demonstrations
-pull their actions' values up by a margin (Hester et al. 2018). `demo/two_buffers.png` shows the
-same learner without them beside it.
+Three quarters of every batch are steps of the agent. One quarter are demonstrations, which were
+recorded to block files. The demonstrations raise the values of their actions above the other values
+by a margin (Hester et al. 2018). `demo/two_buffers.png` compares this with the same learner without
+demonstrations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ RATIO = {"agent": 0.75, "demo": 0.25}
 
 
 def record_demonstrations(folder: Path, settings: Settings, num_steps: int) -> None:
-    """Let a rule of thumb swing the car up (push where it moves), wrong one time in ten, and record what it does."""
+    """Record a simple rule that swings the car up: push in the direction of movement, and the wrong
+    way one time in ten.
+    """
     envs = make_envs(settings)
     observation, _ = envs.reset(seed=settings.seed + 1000)
     generator = np.random.default_rng(settings.seed)
@@ -60,20 +63,22 @@ def demonstrations(folder: Path, num_envs: int) -> list[dict[str, Tensor]]:
     for batch in RolloutDataset(
         folder, num_envs, num_transitions_per_env=50, mark_first_frame=False, device="cpu"
     ):
-        kept = batch.valid
+        is_valid = batch.valid
         fields = {
-            "obs": batch.observation[kept],
-            "action": batch.action[kept],
-            "reward": batch.reward[kept],
-            "terminated": (batch.done & ~batch.timeout)[kept],
-            "next_obs": batch.next_observation[kept],
+            "obs": batch.observation[is_valid],
+            "action": batch.action[is_valid],
+            "reward": batch.reward[is_valid],
+            "terminated": (batch.done & ~batch.timeout)[is_valid],
+            "next_obs": batch.next_observation[is_valid],
         }
         items += [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
     return items
 
 
 def margin_loss(values: Tensor, action: Tensor) -> Tensor:
-    """Say by how much other actions come too near the demonstrated one: `[B]`."""
+    """Return by how much the values of other actions exceed that of the demonstrated action minus a
+    margin: `[B]`.
+    """
     other = values + MARGIN
     other = other.scatter(-1, action.unsqueeze(-1), values.gather(-1, action.unsqueeze(-1)))
     return other.max(-1).values - values.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -82,7 +87,10 @@ def margin_loss(values: Tensor, action: Tensor) -> Tensor:
 def train(
     settings: Settings, items: list[dict[str, Tensor]]
 ) -> tuple[list[tuple[int, float]], BufferManager]:
-    """Learn, with demonstrations if there are any; give (frames seen, return) of every episode, and the manager."""
+    """Learn with or without demonstrations.
+
+    Return (frames so far, return) of every episode, and the manager.
+    """
     torch.manual_seed(settings.seed)
     play = Play(settings)
     learner = DQN(play.observation.shape[-1], int(play.envs.single_action_space.n), settings)
@@ -108,7 +116,7 @@ def train(
 
 
 def update(learner: DQN, manager: BufferManager) -> None:
-    """Take one step on a batch of all buffers, and give each its priorities back."""
+    """Take one step on a batch of all buffers, and update their priorities."""
     items = manager.sample(learner.settings.batch_size)
     if items is None:
         return

@@ -1,10 +1,11 @@
-"""Visuomotor cloning: an arm is recorded with its camera images, and a network learns to move it from those alone.
+"""Visuomotor cloning: an arm is recorded with its camera images, from which a network learns to
+move it.
 
-An expert that knows angles and targets steers Reacher-v5 while cameras (`arm_cameras.py`) draw
-every step as colour, depth and segmentation. `RolloutWriter` keeps the images in a small part of
-their size, `WindowDataset` streams frame stacks and chunks of actions back, and a small
-convolutional network learns what the expert would do. `python examples/visuomotor_cloning.py` takes
-about two minutes; `--quick` some seconds, without learning much. Draws demo/visuomotor_cloning.png.
+An expert that knows angles and targets steers Reacher-v5, while cameras (`arm_cameras.py`) render
+every step as colour, depth and segmentation. `RolloutWriter` stores the compressed images.
+`WindowDataset` streams frame stacks and action chunks. A small convolutional network learns the
+actions of the expert. `python examples/visuomotor_cloning.py` takes about two minutes. `--quick`
+takes some seconds, and learns little. The example draws demo/visuomotor_cloning.png.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from rollout_data import RolloutWriter, WindowDataset, WindowLoader
 from rollout_data.tools.cli.info_command import describe
 
 TASK, NUM_STEPS = "Reacher-v5", 50
-#: How images are stored. Depth loses less than a hundredth of a millimetre, the others nothing;
-#: "auto" tries a few.
+#: Codecs of the images. Depth loses less than a hundredth of a millimetre, and the others lose
+#: nothing. "auto" compares a few codecs.
 CODECS = {"rgb": "delta+lz4", "depth": "uint16+delta+lz4", "segmentation": "auto"}
-#: What the network sees, and what it is to say: frames before now, and the steps of a chunk of
-#: actions.
+#: Past frames in the input of the network, and steps of an action chunk.
 SEEN, ANSWER = ("rgb", "depth"), "expert_action"
 STACK, CHUNK = (-4, -2, 0), 4
-#: The share of the expert's advantage over random actions that the full run must show, or it exits
-#: with 1.
+#: Minimum share of the expert's advantage over random actions. Below it the full run exits with 1.
 MIN_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything; `noise` is the spread of what is added to the expert's actions."""
+    """Sizes of all steps.
+
+    `noise` is the standard deviation of the noise that is added to the expert's actions.
+    """
 
     num_episodes: int = 320
     num_envs: int = 32
@@ -62,7 +64,7 @@ Act = Callable[[list[Any]], np.ndarray]
 
 
 def make_arms(num_envs: int, seed: int) -> list[Any]:
-    """Make arms at the start of an episode; the target of each depends on its seed alone."""
+    """Create arms at the start of an episode. The target of each arm depends only on its seed."""
     envs = [gymnasium.make(TASK) for _ in range(num_envs)]
     for number, env in enumerate(envs):
         env.reset(seed=seed + number)
@@ -70,19 +72,21 @@ def make_arms(num_envs: int, seed: int) -> list[Any]:
 
 
 def step(envs: list[Any], actions: np.ndarray) -> np.ndarray:
-    """Move every arm; give the rewards, float32 `[N]`."""
+    """Move every arm. Return the rewards, float32 `[N]`."""
     return np.array(
         [env.step(action)[1] for env, action in zip(envs, actions, strict=True)], np.float32
     )
 
 
 def expert(envs: list[Any]) -> np.ndarray:
-    """Steer to the angles that reach the target, by the shorter way, like a damped spring: float32 `[N, 2]`."""
+    """Return the torques of a damped spring towards the angles that reach the target, in the
+    shorter direction: float32 `[N, 2]`.
+    """
     angles, target = np.split(np.array([env.unwrapped.data.qpos for env in envs]), 2, axis=1)
     speeds = np.array([env.unwrapped.data.qvel[:2] for env in envs])
     upper, lower = 0.1, 0.11  # metres
     ways = []
-    for side in (1, -1):  # the elbow may point either way
+    for side in (1, -1):  # the elbow may bend in either direction
         cosine = (np.square(target).sum(-1) - upper**2 - lower**2) / (2 * upper * lower)
         elbow = side * np.arccos(np.clip(cosine, -1, 1))
         shoulder = np.arctan2(target[:, 1], target[:, 0])
@@ -101,10 +105,10 @@ def expert(envs: list[Any]) -> np.ndarray:
 
 
 def play(camera: Camera, plan: Plan, num_episodes: int) -> Iterator[dict[str, Any]]:
-    """Give one step of all arms after the other, as `RolloutWriter.add` takes it.
+    """Yield the steps of all arms as arguments of `RolloutWriter.add`.
 
-    Noise is added to the actions, and what the expert would have done is kept beside: an expert
-    that never strays does not show how to come back.
+    Noise is added to the actions. The expert's action without noise is also stored, so that the
+    network learns how to return after an error.
     """
     rng = np.random.default_rng(0)
     for seed in range(0, num_episodes, plan.num_envs):
@@ -126,7 +130,7 @@ def play(camera: Camera, plan: Plan, num_episodes: int) -> Iterator[dict[str, An
 
 
 def record(camera: Camera, plan: Plan, folder: Path, report: Report) -> None:
-    """(a) Record the expert, images coded."""
+    """(a) Record the expert with compressed images."""
     about = {"env": TASK, "policy": "damped spring", "camera": camera.name}
     start_s, num_frames = time.perf_counter(), plan.num_episodes * NUM_STEPS
     with (
@@ -135,26 +139,29 @@ def record(camera: Camera, plan: Plan, folder: Path, report: Report) -> None:
         ) as writer,
         tqdm(total=num_frames, desc="recording", unit=" frames") as bar,
     ):
-        for one in play(camera, plan, plan.num_episodes):
-            writer.add(**one)
+        for step in play(camera, plan, plan.num_episodes):
+            writer.add(**step)
             bar.update(plan.num_envs)
     duration_s = time.perf_counter() - start_s
     frame_bytes = sum(
-        report.note_component(name, images) for name, images in one["observation"].items()
+        report.note_component(name, images) for name, images in step["observation"].items()
     )
     report.sizes = describe(str(folder))["coded"]
     report.speeds["recording, simulated and drawn"] = Speed(num_frames, frame_bytes, duration_s)
 
 
 def windows(folder: Path, split: str | None = None) -> WindowDataset:
-    """(b) Open a recording as frame stacks and action chunks; what lies outside an episode repeats its edge."""
+    """(b) Open a recording as frame stacks and action chunks.
+
+    Positions outside an episode repeat its first or last frame.
+    """
     fields = [*(f"observation/{name}" for name in SEEN), ANSWER]
     delta = {"observation": STACK, ANSWER: range(CHUNK)}
     return WindowDataset(folder, delta=delta, padding="repeat", fields=fields, split=split)
 
 
 class Policy(nn.Module):
-    """Says a chunk of actions to a stack of images."""
+    """Network from a stack of images to a chunk of actions."""
 
     def __init__(self, dataset: WindowDataset) -> None:
         super().__init__()
@@ -180,21 +187,25 @@ class Policy(nn.Module):
         )
 
     def forward(self, rgb: Tensor, depth: Tensor) -> Tensor:
-        """Give `[B, CHUNK, 2]` for `rgb` `[B, K, 64, 64, 3]` uint8 and `depth` `[B, K, 64, 64]` float32."""
+        """Return `[B, CHUNK, 2]` for `rgb` `[B, K, 64, 64, 3]` uint8 and `depth` `[B, K, 64, 64]`
+        float32.
+        """
         images = torch.empty(*depth.shape[:2], 4, SIZE, SIZE)
         images[:, :, :3] = ((rgb - self.rgb_mean) / self.rgb_std).movedim(-1, 2)
         images[:, :, 3] = (depth - self.depth_mean) / self.depth_std
         return self.layers(images.flatten(1, 2)) * self.expert_action_std + self.expert_action_mean
 
     def loss(self, batch: dict[str, Any]) -> Tensor:
-        """Mean squared error in units of the actions' spread, over the steps that exist."""
+        """Return the mean squared error over existing steps, in units of the actions' standard
+        deviation.
+        """
         error = (self(**batch["observation"]) - batch[ANSWER]) / self.expert_action_std
         is_there = batch["mask"][ANSWER]
         return (error.square().mean(-1) * is_there).sum() / is_there.sum()
 
 
 def clone(folder: Path, plan: Plan, report: Report) -> Policy:
-    """(c) Learn from the stream; a tenth of the episodes tells how well."""
+    """(c) Learn from the stream. A tenth of the episodes is for validation."""
     lessons, tests = windows(folder, "train"), windows(folder, "validation")
     policy, loader = Policy(lessons), WindowLoader(lessons, plan.batch_size, shuffle=True)
     num_batches = plan.num_epochs * len(loader)
@@ -213,16 +224,16 @@ def clone(folder: Path, plan: Plan, report: Report) -> Policy:
                 report.losses.append(loss.item())
                 bar.update()
             with torch.no_grad():
-                found = float(
+                errors = float(
                     np.mean([policy.loss(batch).item() for batch in WindowLoader(tests, 128)])
                 )
-            report.tests.append((len(report.losses), found))
-            bar.set_postfix_str(f"loss of other episodes {found:.3f}")
+            report.tests.append((len(report.losses), errors))
+            bar.set_postfix_str(f"loss of other episodes {errors:.3f}")
     return policy
 
 
 class Clone:
-    """Acts on what the camera shows: says a chunk, does its first action, and looks again."""
+    """Policy on camera images: predicts a chunk, takes its first action, and predicts again."""
 
     def __init__(self, policy: Policy, camera: Camera) -> None:
         self.policy, self.camera = policy, camera
@@ -244,7 +255,9 @@ class Clone:
 
 
 def evaluate(plan: Plan, policy: Policy, camera: Camera, report: Report) -> None:
-    """(d) Play the same episodes, none of which was recorded, by chance, as the expert, and from images."""
+    """(d) Play episodes that were not recorded with random actions, with the expert, and from
+    images.
+    """
     rng, by_images = np.random.default_rng(1), Clone(policy, camera)
     acts: dict[str, Act] = {
         "random": lambda envs: rng.uniform(-1, 1, (len(envs), 2)),
@@ -264,18 +277,20 @@ def evaluate(plan: Plan, policy: Policy, camera: Camera, report: Report) -> None
 
 
 def measure(camera: Camera, plan: Plan, folder: Path, report: Report) -> None:
-    """(e) Write the same steps coded and raw, and stream them back, without simulating or drawing anything."""
+    """(e) Write the same steps compressed and raw, and stream them, without simulating or
+    rendering.
+    """
     steps = list(play(camera, plan, plan.num_envs))
     num_frames, frame_bytes = plan.num_envs * NUM_STEPS, sum(report.frame_bytes.values())
     seen_bytes = len(STACK) * sum(report.frame_bytes[name] for name in SEEN)
-    found: dict[str, dict[str, Speed]] = {"RolloutWriter": {}, "WindowLoader": {}}
+    speeds: dict[str, dict[str, Speed]] = {"RolloutWriter": {}, "WindowLoader": {}}
     for kind, codecs in {"raw": None, "coded": CODECS}.items():
         written_s, streamed_s = [], []
         for number in tqdm(range(plan.num_measured), desc=f"measuring, {kind}", unit=" runs"):
             place, start_s = folder / f"{kind}_{number}", time.perf_counter()
             with RolloutWriter(place, plan.num_envs, obs_disassemble_mapping=codecs) as writer:
-                for one in steps:
-                    writer.add(**one)
+                for step in steps:
+                    writer.add(**step)
             written_s.append(time.perf_counter() - start_s)
             loader, start_s = (
                 WindowLoader(windows(place), plan.batch_size, shuffle=True),
@@ -284,16 +299,16 @@ def measure(camera: Camera, plan: Plan, folder: Path, report: Report) -> None:
             for _ in loader:
                 pass
             streamed_s.append(time.perf_counter() - start_s)
-        found["RolloutWriter"][kind] = Speed(num_frames, frame_bytes, float(np.median(written_s)))
-        found["WindowLoader"][kind] = Speed(num_frames, seen_bytes, float(np.median(streamed_s)))
+        speeds["RolloutWriter"][kind] = Speed(num_frames, frame_bytes, float(np.median(written_s)))
+        speeds["WindowLoader"][kind] = Speed(num_frames, seen_bytes, float(np.median(streamed_s)))
     report.speeds |= {
-        f"{name}, {kind}": speed for name, kinds in found.items() for kind, speed in kinds.items()
+        f"{name}, {kind}": speed for name, kinds in speeds.items() for kind, speed in kinds.items()
     }
     shutil.rmtree(folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all of it; 1 if the clone did not become as good as it must (not with `--quick`)."""
+    """Run all steps. Return 1 if the clone is worse than required (not with `--quick`)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -307,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     plan, folder = QUICK if options.quick else Plan(), options.out / "visuomotor"
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # two wait for each other, far too long where something else runs too
+    torch.set_num_threads(1)  # two threads wait for each other, too long while other programs run
     shutil.rmtree(folder, ignore_errors=True)
     camera = make_camera(options.camera)
     report = Report(TASK, camera.name, CODECS)

@@ -1,4 +1,4 @@
-"""The report of `visuomotor_cloning.py`: tables and one picture; nothing is learned or recorded here."""
+"""The report of `visuomotor_cloning.py`: tables and one picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RAW, CODED = "#bbbbbb", "#2ca02c"
 
 @dataclass
 class Speed:
-    """How long it took to move a number of frames (or windows), and their size in bytes."""
+    """Time for moving a number of frames (or windows), and their size in bytes."""
 
     number: int
     bytes_each: int
@@ -32,19 +32,19 @@ class Speed:
 
 @dataclass
 class Report:
-    """What a run found out."""
+    """Results of a run."""
 
     task: str
     camera: str
     codecs: Mapping[str, str]
-    #: Component -> bytes of one image, and what it is in words.
+    #: Component -> bytes of one image, and a description.
     frame_bytes: dict[str, int] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
-    #: "observation/" + component -> what `rollout-data info` says of it.
+    #: "observation/" + component -> its line of `rollout-data info`.
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: What was measured -> it. Bytes are those of the images before coding.
+    #: Name of a measurement -> the measurement. Bytes are those of raw images.
     speeds: dict[str, Speed] = field(default_factory=dict)
-    #: Loss of each batch, and (batches so far, loss of episodes that were not learned from).
+    #: Loss of each batch, and (batches so far, loss of validation episodes).
     losses: list[float] = field(default_factory=list)
     tests: list[tuple[int, float]] = field(default_factory=list)
     returns: dict[str, np.ndarray] = field(default_factory=dict)
@@ -52,32 +52,32 @@ class Report:
     strip: list[tuple[int, dict[str, np.ndarray]]] = field(default_factory=list)
 
     def note_component(self, name: str, images: np.ndarray) -> int:
-        """Note what a component is, `[N, ...]`; give the bytes of one image."""
+        """Store a description of a component `[N, ...]`. Return the bytes of one image."""
         self.words[name] = f"{images.dtype}{list(images.shape[1:])}"
         self.frame_bytes[name] = images[0].nbytes
         return images[0].nbytes
 
     def share(self, name: str = "clone, from images") -> float:
-        """The part of the expert's advantage over random actions that a policy has."""
+        """Return a policy's share of the expert's advantage over random actions."""
         worst, best = self.returns["random"].mean(), self.returns["expert"].mean()
         return float((self.returns[name].mean() - worst) / (best - worst))
 
     def tables(self) -> str:
-        """Lay out sizes, throughput and returns."""
+        """Format sizes, throughput and returns."""
         head = (
             f"{'component':<14}{'before':>12}{'after':>12}{'ratio':>8}{'largest error':>15}  codec"
         )
         lines = ["", f"images by {self.camera}", "", head]
         for name in self.words:
-            one = self.sizes[f"observation/{name}"]
-            before, after = (f"{one[key] / 1e6:,.2f} MB" for key in ("num_raw_bytes", "num_bytes"))
+            size = self.sizes[f"observation/{name}"]
+            before, after = (f"{size[key] / 1e6:,.2f} MB" for key in ("num_raw_bytes", "num_bytes"))
             used = (
                 self.codecs[name]
-                if one["codecs"] == [self.codecs[name]]
-                else f"auto: {', '.join(one['codecs'])}"
+                if size["codecs"] == [self.codecs[name]]
+                else f"auto: {', '.join(size['codecs'])}"
             )
-            error = f"{one['max_error']:.2g} m" if one["max_error"] else "none"
-            ratio = one["num_raw_bytes"] / one["num_bytes"]
+            error = f"{size['max_error']:.2g} m" if size["max_error"] else "none"
+            ratio = size["num_raw_bytes"] / size["num_bytes"]
             lines.append(
                 f"{name:<14}{before:>12}{after:>12}{ratio:>8.1f}{error:>15}  {used}, {self.words[name]}"
             )
@@ -135,8 +135,8 @@ class Report:
         axes.set_yscale("log")
         ratios = [self.sizes[f"observation/{name}"] for name in names]
         ticks = [
-            f"{n}\n{one['num_raw_bytes'] / one['num_bytes']:.0f} x"
-            for n, one in zip(names, ratios, strict=True)
+            f"{n}\n{ratio['num_raw_bytes'] / ratio['num_bytes']:.0f} x"
+            for n, ratio in zip(names, ratios, strict=True)
         ]
         axes.set_xticks(range(len(names)), ticks)
         axes.margins(y=0.15)
