@@ -1,5 +1,6 @@
-"""Annotations of a block: metadata of episodes, and texts that frames refer to.
+"""Annotations (notes) of a block: metadata of episodes, and texts that frames refer to.
 
+The two kinds of annotations are `EPISODES` and `TEXTS`. Each kind has a table in the block file.
 Opening a block reads only the sizes and offsets of annotations. An annotation itself is read on
 demand and compared with its own checksum. `FORMAT.md` is the specification.
 """
@@ -25,7 +26,7 @@ TASK = "task"
 # Each kind is an HDF5 group with two datasets: sizes and checksums, and the joined UTF-8 bytes.
 TABLE = "table"
 BYTES = "bytes"
-#: HDF5 attribute of the block file: CRC-32 of the annotation tables of both kinds.
+#: HDF5 attribute of the block file: CRC-32 of the tables of both kinds of annotations.
 NOTES_CRC = "notes_crc"
 NOTE_DTYPE = np.dtype([("key", "<i8"), ("num_bytes", "<u4"), ("checksum", "<u4")])
 #: Largest size of one annotation, and of all metadata of one episode, in bytes.
@@ -48,7 +49,7 @@ def text_id(text: str) -> int:
 
 
 def note_tables(notes: Notes) -> dict[str, np.ndarray]:
-    """Return a dict of the HDF5 datasets that store `notes`; empty if there are no annotations."""
+    """Build the HDF5 datasets that store annotations, by name; {} without annotations."""
     datasets: dict[str, np.ndarray] = {}
     if not any(notes.values()):
         return datasets
@@ -63,7 +64,7 @@ def note_tables(notes: Notes) -> dict[str, np.ndarray]:
 
 
 def tables_crc(tables: Mapping[str, np.ndarray]) -> int:
-    """Return the CRC-32 of the annotation tables of both kinds, from datasets by name."""
+    """Compute the CRC-32 of both annotation tables. `tables` maps names of datasets to arrays."""
     return crc32(tables[f"{TEXTS}/{TABLE}"], crc32(tables[f"{EPISODES}/{TABLE}"]))
 
 
@@ -83,14 +84,20 @@ class NoteTable:
 
     @classmethod
     def checked(cls, table: np.ndarray, offset: int, num_bytes: int) -> NoteTable:
-        """Check a stored annotation table, whose texts are at `offset : offset + num_bytes`.
+        """Check an annotation table and build a `NoteTable` from it.
+
+        Args:
+            table: The stored table, `[K]` of `NOTE_DTYPE`.
+            offset: Byte offset in the file of the joined annotations.
+            num_bytes: Size in bytes of the joined annotations.
 
         Raises:
             CorruptFileError: The table is invalid. The error does not name the file.
         """
         sizes = table["num_bytes"].astype(np.int64)
-        fits = sizes.sum() == num_bytes and sizes.max(initial=0) <= MAX_NOTE_BYTES
-        if not fits or (table["key"][1:] < table["key"][:-1]).any():
+        has_valid_sizes = sizes.sum() == num_bytes and sizes.max(initial=0) <= MAX_NOTE_BYTES
+        is_sorted = (table["key"][1:] >= table["key"][:-1]).all()
+        if not has_valid_sizes or not is_sorted:
             raise CorruptFileError(
                 f"the table of annotations has {int(sizes.sum())} bytes, expected {num_bytes} "
                 f"bytes in sorted entries of at most {MAX_NOTE_BYTES}."
@@ -99,7 +106,7 @@ class NoteTable:
         return cls(table["key"].copy(), bounds, table["checksum"].copy())
 
     def of(self, key: int) -> range:
-        """Return the positions in the table of all annotations with this key, as a range."""
+        """Return the range of positions in this table at which annotations have this key."""
         start = int(self.keys.searchsorted(key, "left"))
         return range(start, int(self.keys.searchsorted(key, "right")))
 
@@ -111,8 +118,8 @@ class NoteTable:
         """Yield (key, UTF-8 text) for each annotation in order; (key, None) if it is damaged.
 
         Args:
-            read_bytes: Returns the bytes `start:stop` of the file.
-                places: Range of annotations in the table, by position; None reads all.
+            read_bytes: Function that returns the bytes `start:stop` of the file.
+            places: Positions in this table of the annotations to read; None reads all.
         """
         if places is None:
             places = range(len(self.keys))

@@ -23,7 +23,7 @@ from .block_header import BlockHeader, corrupt
 from .trajectory_index import Int64s, TrajectoryIndex
 
 
-class Noted(Protocol):
+class AnnotatedSource(Protocol):
     """Interface of episode sources that have annotations: block folders, or files of other formats.
 
     Attributes:
@@ -40,7 +40,7 @@ class Noted(Protocol):
 
 
 class Notes:
-    """Reader of the annotations of blocks. Caches are not pickled."""
+    """Reader of the annotations of blocks. A pickled reader loses its caches."""
 
     def __init__(self) -> None:
         #: Cached headers by identity of the block; None for a block without annotations.
@@ -53,7 +53,7 @@ class Notes:
         #: edit removes the file.
         self._kept: dict[Identity, tuple[tuple[int, str], ...]] = {}
 
-    def keep_edits(self, noted: Noted) -> None:
+    def keep_edits(self, source: AnnotatedSource) -> None:
         """Read the annotations of all edits into memory, since the next edit removes the files.
 
         An edit is a block without frames that drops or annotates trajectories.
@@ -61,28 +61,32 @@ class Notes:
         Raises:
             FileNotFoundError: A newer edit has already replaced an edit of the index.
         """
-        for block in noted.index.blocks:
+        for block in source.index.blocks:
             if not block.is_edit:
                 continue
             with suppress(CorruptFileError):  # A later read of the annotation raises this error.
-                self._kept[block.identity] = tuple(self._of_episodes(noted, block))
+                self._kept[block.identity] = tuple(self._of_episodes(source, block))
 
     def kept(self, block: Block) -> Block:
-        """Return `block`; for an edit, a copy with the annotations that `keep_edits` has read."""
+        """Copy an edit together with its annotations in memory; return other blocks unchanged.
+
+        The copy can be read after the file of the edit was removed. `keep_edits` must be called
+        before.
+        """
         notes = self._kept.get(block.identity)
         return block if notes is None else replace(block, notes=notes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Notes, ()
 
-    def of(self, noted: Noted, trajectory: int) -> dict[str, Any]:
+    def of(self, source: AnnotatedSource, trajectory: int) -> dict[str, Any]:
         """Return the metadata of an episode as a new dict. Later annotations replace earlier ones.
 
         Raises:
             LostBlockError: A block of the episode was deleted.
             CorruptFileError: An annotation is damaged.
         """
-        index = noted.index
+        index = source.index
         if self._edits[0] is not index:
             self._edits = (index, index.edits())
         first, stop = index.first_fragment[trajectory : trajectory + 2]
@@ -96,7 +100,7 @@ class Notes:
         for number in sorted(blocks, key=lambda block: index.blocks[block].sequence):
             block = index.blocks[number]
             try:
-                for _, text in self._of_episodes(noted, block, key):
+                for _, text in self._of_episodes(source, block, key):
                     metadata |= parsed(block.path, text)
             except FileNotFoundError:
                 raise index.lost_block(number) from None
@@ -104,7 +108,7 @@ class Notes:
 
     def _of_episodes(
         self,
-        noted: Noted,
+        source: AnnotatedSource,
         block: Block,
         key: int | None = None,
     ) -> Iterable[tuple[int, str]]:
@@ -115,19 +119,22 @@ class Notes:
         kept = self._kept.get(block.identity, block.notes)
         if kept is not None:
             return [(number, text) for number, text in kept if key is None or number == key]
-        header = self._header(noted, block)
+        header = self._header(source, block)
         return () if header is None else header.read_notes(EPISODES, key)
 
-    def column(self, noted: Noted, name: str) -> list[Any]:
-        """Return the value of the metadata key `name` for each trajectory, as a list.
+    def column(self, source: AnnotatedSource, name: str) -> list[Any]:
+        """Return a list with the value of the metadata key `name` for each trajectory.
 
-        The value is None for a trajectory without this key, or if its block was deleted.
+        The value is None if the trajectory has no such key, or if its block was deleted.
         """
-        return self.columns(noted, {name}).get(name) or [None] * len(noted.index)
+        return self.columns(source, {name}).get(name) or [None] * len(source.index)
 
-    def columns(self, noted: Noted, names: Set[str]) -> dict[str, list[Any]]:
-        """Map metadata keys to lists with a value per trajectory; omit keys without any value."""
-        index = noted.index
+    def columns(self, source: AnnotatedSource, names: Set[str]) -> dict[str, list[Any]]:
+        """Map the metadata keys `names` to lists with a value per trajectory, see `column`.
+
+        Keys that no trajectory has are left out.
+        """
+        index = source.index
         columns = dict[str, list[Any]]()
         # After sorting by writer and number, each writer's trajectories are one contiguous range.
         order = np.lexsort((index.number, index.writer))
@@ -138,7 +145,7 @@ class Notes:
 
         for block in sorted(index.blocks, key=lambda block: block.sequence):
             try:
-                notes = list(self._of_episodes(noted, block))
+                notes = list(self._of_episodes(source, block))
             except FileNotFoundError:  # The block was deleted after the folder was listed.
                 continue
             if not notes:
@@ -154,53 +161,53 @@ class Notes:
                     column[target] = metadata[name]
         return columns
 
-    def tasks(self, noted: Noted) -> Int64s:
-        """Return the `text_id` of each trajectory's task, int64 `[M]`.
+    def tasks(self, source: AnnotatedSource) -> Int64s:
+        """Return the `text_id` of the task of each of M trajectories, int64 `[M]`.
 
         The id of an unknown task is 0.
         """
-        if self._tasks[0] is not noted.index:
-            ids = [text_id(task) for task in self._task_texts(noted)]
-            self._tasks = (noted.index, np.array(ids, np.int64))
+        if self._tasks[0] is not source.index:
+            ids = [text_id(task) for task in self._task_texts(source)]
+            self._tasks = (source.index, np.array(ids, np.int64))
         return self._tasks[1]
 
-    def texts(self, noted: Noted) -> dict[int, str]:
+    def texts(self, source: AnnotatedSource) -> dict[int, str]:
         """Map each `text_id` to its text, for all frame texts and tasks; 0 is the id of ""."""
         texts = {0: ""}
-        for header in self._headers_with(noted, TEXTS):
+        for header in self._headers_with(source, TEXTS):
             with suppress(FileNotFoundError):  # The block was deleted after its header was read.
                 texts.update(header.read_notes(TEXTS))
-        others = set(self._task_texts(noted))
-        if noted.read_texts is not None:
-            others.update(noted.read_texts())
+        others = set(self._task_texts(source))
+        if source.read_texts is not None:
+            others.update(source.read_texts())
         for text in others:
             texts[text_id(text)] = text
         return texts
 
-    def _task_texts(self, noted: Noted) -> Sequence[str]:
+    def _task_texts(self, source: AnnotatedSource) -> Sequence[str]:
         """Return the task of each trajectory; "" for an unknown task."""
-        if noted.episode_tasks is not None:
-            return noted.episode_tasks
-        return [task if isinstance(task, str) else "" for task in self.column(noted, TASK)]
+        if source.episode_tasks is not None:
+            return source.episode_tasks
+        return [task if isinstance(task, str) else "" for task in self.column(source, TASK)]
 
-    def _headers_with(self, noted: Noted, kind: str) -> Iterator[BlockHeader]:
+    def _headers_with(self, source: AnnotatedSource, kind: str) -> Iterator[BlockHeader]:
         """Yield the headers of blocks with annotations of this kind, by sequence number.
 
         Deleted blocks are left out.
         """
-        for block in sorted(noted.index.blocks, key=lambda block: block.sequence):
+        for block in sorted(source.index.blocks, key=lambda block: block.sequence):
             try:
-                header = self._header(noted, block)
+                header = self._header(source, block)
             except FileNotFoundError:
                 continue
             if header is not None and len(header.notes[kind].keys):
                 yield header
 
-    def _header(self, noted: Noted, block: Block) -> BlockHeader | None:
+    def _header(self, source: AnnotatedSource, block: Block) -> BlockHeader | None:
         """Return the header of a block, cached; None if the block has no annotations."""
         if block.identity not in self._headers:
             # Blocks without `places` are files of other formats, which have no annotations.
-            header = noted.read_header(block) if block.places else None
+            header = source.read_header(block) if block.places else None
             has_notes = header is not None and header.notes
             self._headers[block.identity] = header if has_notes else None
         return self._headers[block.identity]

@@ -1,4 +1,11 @@
-"""`Block`: in-memory description of a block: its file, its fragments and its row offsets."""
+"""`Block`: the file of a block, its fragments of trajectories, and the offsets of its rows.
+
+A block is a file with frames that one `RolloutWriter` recorded. The consecutive frames of one
+trajectory in one block are a fragment; a long trajectory has fragments in several blocks. A block
+has two tables: "data" with the frames, and "final" with final observations. A table consists of
+columns, and a column stores one or several fields. A row is the bytes of one frame in one column.
+Compressed fields are stored in chunks, each with the rows of a few consecutive frames.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,7 @@ FIRST_EDIT = 10**15
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A block file, or a part of a file of another format.
+    """Description of a block file, or of a part of a file of another format.
 
     Attributes:
         path: The file.
@@ -35,9 +42,10 @@ class Block:
         file_bytes: Size of the file in bytes.
         mtime_ns: Modification time in ns. Size and time show whether a file was replaced.
         name: Name of the block in its file; "" if the block is the entire file.
-        fragment_sums: Checksums that reads compare with the rows; None for files of this machine.
-        notes: Annotations of an edit as (trajectory number, text), kept because the next edit
-            may remove the file. None if annotations are read from the file.
+        fragment_sums: Checksums of the rows of a remote file, which each read checks. None for
+            local files.
+        notes: Annotations of an edit as (trajectory number, text). They are kept in memory, since
+            the next edit may remove the file. None if annotations are read from the file.
     """
 
     path: Path
@@ -58,7 +66,7 @@ class Block:
 
     @cached_property
     def is_edit(self) -> bool:
-        """Whether the block has no frames, but drops or annotates trajectories of its writer."""
+        """Whether the block is an edit: it drops or annotates earlier trajectories of its writer."""
         return self.sequence >= FIRST_EDIT and not self.fragments["length"].any()
 
     @cached_property

@@ -1,7 +1,8 @@
-"""Content of a block before writing: rows from memory or other blocks, encoded by their codecs.
+"""`BlockContent`: everything that will be written to a block, and the encoding of its columns.
 
-Chunks follow the order of the rows, and no chunk contains rows of two fragments. Chunks of other
-blocks are copied without decoding, unless the blocks have different codecs for a field.
+Rows come from memory or from other blocks. Fields with a chunk codec are compressed in chunks of
+consecutive rows. A chunk never contains rows of two fragments, so a fragment can be copied without
+decoding it. Chunks are decoded only if the blocks use different codecs for the field.
 `write_block.py` writes the content.
 """
 
@@ -35,7 +36,7 @@ _NUM_SAMPLES = 8
 
 
 class ColumnRows(Protocol):
-    """Interface of the rows of one column of a block to write.
+    """Interface of the rows of one column, from which `write_block` reads.
 
     Rows are read in parts, so that memory never contains two copies of a block. Thread-safe.
 
@@ -68,7 +69,10 @@ class ArrayRows:
 
 
 class CodedRows:
-    """A `ColumnRows` of the encoded chunks of a column. Its rows are single bytes.
+    """A `ColumnRows` of the encoded chunks of a column.
+
+    Chunks have different sizes. Therefore each byte counts as one row: `num_rows` is the number of
+    bytes.
 
     Attributes:
         coding: Codec and largest error of the chunks.
@@ -88,7 +92,7 @@ class CodedRows:
 
 
 def _decoded(source: ColumnRows) -> ColumnRows:
-    """Return the decoded rows of `CodedRows`; return other sources unchanged."""
+    """Decode the rows of `CodedRows`; return other `ColumnRows` unchanged."""
     if not isinstance(source, CodedRows):
         return source
     data = source.data
@@ -106,12 +110,12 @@ class BlockContent:
 
     Attributes:
         schema, writer, sequence, fragments, reward_sums: As in `BlockHeader`.
-        rows: For each table, maps columns to rows. Writing encodes columns that are stored in
-            chunks, unless they are `CodedRows`.
+        rows: Maps the tables "data" and "final" to mappings of columns to rows. Rows that are
+            stored in chunks are encoded by `write_block`, unless they are `CodedRows`.
         max_errors: Maps fields to the largest absolute error of their values in `rows`, caused by
             an earlier lossy encoding.
-        codecs: Maps fields with the codec "auto" to the chosen codec. Writing the first block
-            fills the mapping; the writer reuses it for later blocks.
+        codecs: Maps fields with the codec "auto" to the chosen codec. `write_block` adds the
+            codecs that it chooses. A writer passes the same mapping with each of its blocks.
         frames_per_chunk: Maximum number of frames per chunk; None for the default of the codec.
         notes: Annotations to write: metadata of episodes by trajectory number, and frame texts.
         created_ns: Time of creation; None means now.
@@ -137,7 +141,7 @@ def code_tables(
     """Encode the columns of a block that are stored in chunks, unless they are encoded already.
 
     Returns:
-        The tables with encoded columns, and a mapping of fields with a codec to their coding.
+        The mapping `content.rows` with encoded columns, and the coding of each field with a codec.
     """
     tables = {table: dict(columns) for table, columns in content.rows.items()}
     codings = {}
@@ -162,7 +166,18 @@ def _code_field(
     sources: Mapping[str, ColumnRows],
     num_threads: int | None,
 ) -> dict[str, CodedRows]:
-    """Encode the rows of a field in all tables with one codec. Maps each table to its chunks."""
+    """Encode the rows of a field with one codec for both tables of the block.
+
+    Args:
+        content: Content of the block.
+        name: Name of the field.
+        codec: Declared codec of the field, which may be "auto".
+        sources: Maps tables to the rows of the field.
+        num_threads: Maximum number of threads; None uses torch's number.
+
+    Returns:
+        Maps tables to the encoded rows.
+    """
     coded = {table: rows for table, rows in sources.items() if isinstance(rows, CodedRows)}
     codecs = {rows.coding.codec for rows in coded.values()}
     has_uncoded = any(rows.num_rows for table, rows in sources.items() if table not in coded)
@@ -188,9 +203,9 @@ def _code_field(
 
 
 def frames_per_chunk(content: BlockContent, table: str, codec: str, row_bytes: int) -> int:
-    """Return the maximum number of frames per chunk in a table.
+    """Compute the maximum number of frames per chunk of a column.
 
-    It is 1 for final observations, since they are read one at a time.
+    In the table "final" it is 1, since final observations are read one at a time.
     """
     if table != DATA:
         return 1
@@ -204,9 +219,9 @@ def _chosen(
     tables: Iterable[_Frames],
     chosen: MutableMapping[str, str],
 ) -> str:
-    """Return the codec of a field. For "auto", the codec is chosen by encoding a sample of chunks.
+    """Return the codec of the field `name`. For "auto", encode a sample of chunks to choose it.
 
-    A chosen codec is stored in `chosen` and reused.
+    A codec that was chosen is added to the mapping `chosen`, and reused by later calls.
     """
     if codec != AUTO:
         return codec
@@ -232,7 +247,7 @@ def _common_coding(codings: Sequence[Coding]) -> Coding:
 
 
 class _Frames:
-    """The rows of a column, divided into chunks. No chunk contains frames of two fragments."""
+    """Decoded frames of one field, divided into chunks that end where a fragment ends."""
 
     def __init__(
         self,
@@ -302,11 +317,14 @@ class _Frames:
 def gathered(
     parts: Sequence[tuple[BlockHeader, np.void]],
 ) -> tuple[dict[str, dict[str, ColumnRows]], np.ndarray]:
-    """Concatenate the rows of several fragments from blocks with the same schema.
+    """Concatenate the rows of F fragments from blocks with the same schema.
+
+    Args:
+        parts: Header of the block, and entry of its table of fragments, for each fragment.
 
     Returns:
-        For each table a mapping of columns to rows, and the fragments with the positions of their
-        rows in the result, `[F]`.
+        The rows, as in `BlockContent.rows`, and the table of fragments `[F]` with the positions of
+        their rows in the result.
     """
     fragments = np.array([fragment for _, fragment in parts], FRAGMENT_DTYPE)
     tables: dict[str, dict[str, ColumnRows]] = {}
@@ -328,9 +346,9 @@ def gathered(
 
 
 def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> ColumnRows:
-    """Return the rows `start:stop` of a column, which must be complete fragments.
+    """Read the rows of a fragment in a column as they are stored: encoded chunks stay encoded.
 
-    Chunks of an encoded column are not decoded.
+    `start` and `stop` are the bounds of the fragment, so they are also bounds of chunks.
     """
     if column not in header.chunks[table]:
         return ArrayRows(header.read_rows(table, column, start, stop))
@@ -371,6 +389,9 @@ def _joined(parts: Sequence[ColumnRows], column: StoredColumn) -> ColumnRows:
 
 
 def _joined_bounds(bounds: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate the chunk bounds of several parts, as if the parts followed each other from 0."""
+    """Compute the bounds of concatenated parts from the bounds of each part. The result starts at 0.
+
+    For example, the bounds [0, 2, 5] and [7, 8] become [0, 2, 5, 6].
+    """
     sizes = np.concatenate([np.diff(part) for part in bounds])
     return np.append(0, np.cumsum(sizes))

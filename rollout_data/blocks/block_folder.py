@@ -48,7 +48,7 @@ from .block_header import (
     open_block,
     read_header,
 )
-from .edit_blocks import named_edit, not_in_force
+from .edit_blocks import ignored_edits, named_edit
 from .folder_metadata import BAD_METADATA, ENDS, UNKNOWN, Metadata, load_metadata, read_document
 from .trajectory_index import Int64s, TrajectoryIndex, joined_fragments
 from .write_block import TEMPORARY_PREFIX
@@ -66,11 +66,11 @@ BAD_CACHE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-#: Seconds after a change of a folder in which a second change may leave the modification time
-#: equal. FAT has a resolution of 2 s.
+#: Resolution in s of the modification times of folders: FAT stores them in steps of 2 s. Two
+#: changes within this time may leave the same modification time, so listings are repeated.
 _COARSE_S = 2.0
-#: Maximum fraction of the time that is spent on checking the stamps (size and modification time)
-#: of all known files.
+#: Maximum fraction of time for reading the stamps of all known files again. A folder with many
+#: files is therefore checked less often.
 LOOK_SHARE = 0.005
 #: Maximum number of additional scans if an edit was replaced during a scan.
 _NUM_LOOKS = 10
@@ -141,9 +141,10 @@ class BlockFolder:
         replaced: Maps file names to edits that readers ignore: older edits, and edits with missing
             blocks.
         problems: Maps the names of unreadable files to errors, metadata.json included.
-        built: Index arrays from the cache, which are valid only for the present blocks, or None.
-        has_unknown_ends: Whether annotations may state how trajectories ended. True if
-            metadata.json states `"ends": "unknown"` or cannot be read.
+        built: Arrays of `index` from the index cache. None if they must be computed, since the
+            cache describes other blocks than `blocks`.
+        has_unknown_ends: Whether readers must look into annotations to know how trajectories
+            ended. True if metadata.json states `"ends": "unknown"` or cannot be read.
     """
 
     def __init__(
@@ -173,7 +174,8 @@ class BlockFolder:
         self._num_openers = 1
         self.has_unknown_ends = False
         self._is_schema_fixed = False
-        #: Whether an edit was removed after a listing, before it was opened.
+        #: Whether the last scan listed an edit and could not open it, since a newer edit had
+        #: replaced it. The folder must then be scanned again.
         self._has_missed_edit = False
 
     @classmethod
@@ -189,9 +191,9 @@ class BlockFolder:
         return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
     def keep_only(self, blocks: Sequence[Block]) -> None:
-        """Replace `blocks` by these blocks, without blocks whose files were changed or removed.
+        """Set the attribute `blocks` to the argument `blocks`, for example from another process.
 
-        Edits are always kept.
+        A block is left out if its file was changed or removed. Edits are never left out.
         """
         present = {block.identity for block in self.blocks.values()}
         kept = [block for block in blocks if block.is_edit or block.identity in present]
@@ -236,8 +238,8 @@ class BlockFolder:
         self.blocks |= self.replaced
         opened = self._open_all(listing, [name for name in listing if name not in self._stamps])
         if self._is_schema_fixed:
-            # A writer sets `ends` in metadata.json before it publishes ends as annotations, so new
-            # blocks require a new look at the file.
+            # A writer sets `ends` in metadata.json before it publishes the first block with ends
+            # in annotations. Therefore the file is read again whenever there are new blocks.
             if opened and not self.has_unknown_ends:
                 _, problem = self._declared_schema()
                 self._report_metadata(problem)
@@ -253,11 +255,8 @@ class BlockFolder:
         self._set_edits_aside()
 
     def _set_edits_aside(self) -> None:
-        """Move the edits that readers ignore from `blocks` to `replaced`.
-
-        These are edits that a newer edit replaces, and edits with missing blocks.
-        """
-        names = not_in_force(self.blocks, self._stamps)
+        """Move the edits that readers ignore from `blocks` to `replaced`, see `ignored_edits`."""
+        names = ignored_edits(self.blocks, self._stamps)
         self.replaced = {name: self.blocks.pop(name) for name in names}
         if self.replaced:
             self.built = None
@@ -290,7 +289,7 @@ class BlockFolder:
         return opened
 
     def _fix_schema(self, opened: Mapping[str, _Opened]) -> bool:
-        """Choose the schema of this folder. Return whether it differs from the blocks known so far.
+        """Choose the schema of this folder. Return whether the blocks from the cache have another.
 
         The schema in metadata.json is chosen if at least one block has it. Otherwise the most
         frequent schema of the blocks is chosen, since a checksum covers the schema in a block, but
@@ -340,7 +339,7 @@ class BlockFolder:
                 known[block.writer, block.sequence] = block
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        """Return the current stamps of the files that may be blocks, by file name.
+        """List the files that may be blocks: map their names to size and modification time.
 
         If no file was added or removed, this takes one system call and returns the same object. A
         file that is overwritten in place is detected after a second, or after 200 times the
@@ -366,9 +365,9 @@ class BlockFolder:
         return self._found
 
     def _list_files(self, is_full: bool) -> dict[str, FileStamp]:
-        """List the folder and return the stamps of the files that may be blocks, by file name.
+        """List the files that may be blocks: map their names to size and modification time.
 
-        Stamps of known files are read again only if `is_full`.
+        Without `is_full`, size and time are read only of files that are not in the last listing.
         """
         known = {} if is_full else self._found
         inodes_before = self._inodes
@@ -387,7 +386,8 @@ class BlockFolder:
     def _stamp_of(self, name: str) -> FileStamp | None:
         """Return size and modification time of a file that may be a block.
 
-        None if the file was removed or is not a regular file. The latter adds an error to `problems`.
+        The result is None if the file was removed or is not a regular file. A file that is not
+        regular adds an error to `problems`.
         """
         path = self.data_dir / name
         try:
@@ -409,9 +409,10 @@ class BlockFolder:
             self.problems[METADATA_NAME] = problem
 
     def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:
-        """Return the schema in metadata.json and None; or None and the error of reading the file.
+        """Read the schema in metadata.json, and set `has_unknown_ends`.
 
-        Both are None if metadata.json does not exist.
+        Returns:
+            The schema, or None if it cannot be read; and the error of a damaged file, or None.
         """
         path = self.data_dir / METADATA_NAME
         self.has_unknown_ends = True
@@ -472,77 +473,94 @@ class BlockFolder:
         return header.schema, block
 
     def _fragment_sums(self, header: BlockHeader, stamp: FileStamp) -> FragmentSums | None:
-        """Return the checksums that each read compares with the rows; None for local files."""
+        """Return None: the rows of local files are checked only by `verify_on_open`.
+
+        Folders at URLs return the checksums of the rows, which each read then checks.
+        """
         return None
 
     def _load_cache(self, files: Mapping[str, FileStamp]) -> None:
         """Load the blocks of unchanged files from the index cache. A damaged cache is ignored."""
         path = self.data_dir / INDEX_CACHE_NAME
         try:
-            if stamp_of(path) is None:
+            content = None if stamp_of(path) is None else _read_cache(path)
+            if content is None:
                 return
-            with np.load(path, allow_pickle=False) as cache:
-                if any(
-                    member.compress_type != zipfile.ZIP_STORED for member in cache.zip.infolist()
-                ):
-                    return
-                about = json.loads(bytes(cache["about"]))
-                if about["version"] != _CACHE_VERSION:
-                    return
-                schema = Schema.from_json(about["schema"])
-                fragments = cache["fragments"]
-                bounds = np.array(about["bounds"], np.int64)
-                located = cache["places"]
-                stamps = [tuple(stamp) for stamp in about["stamps"]]
-                places = [(table, name) for table, name in about["places"]]
-                stamp_array = np.array(about["stamps"], np.int64)
-                num_rows = _check_cached(schema, places, fragments, bounds, located, stamp_array)
-                columns = zip(
-                    about["names"],
-                    about["writers"],
-                    np.array(about["sequences"], np.int64).tolist(),
-                    np.split(fragments, bounds[1:-1]),
-                    located.tolist(),
-                    stamps,
-                    strict=True,
-                )
-                blocks = {}
-                for name, writer, sequence, block_fragments, block_places, stamp in columns:
-                    places_of_columns = dict(zip(places, map(tuple, block_places), strict=True))
-                    if files.get(name) == stamp:
-                        blocks[name] = Block(
-                            self.data_dir / name,
-                            self.label + writer,
-                            sequence,
-                            block_fragments,
-                            places_of_columns,
-                            *stamp,
-                        )
+            about, arrays = content
+            schema = Schema.from_json(about["schema"])
+            bounds = np.array(about["bounds"], np.int64)
+            stamps = np.array(about["stamps"], np.int64)
+            places = [(table, name) for table, name in about["places"]]
+            fragments = arrays["fragments"]
+            located = arrays["places"]
+            num_rows = _check_cached(schema, places, fragments, bounds, located, stamps)
+            blocks = {}
+            for name, writer, sequence, block_fragments, block_places, block_stamp in zip(
+                about["names"],
+                about["writers"],
+                np.array(about["sequences"], np.int64).tolist(),
+                np.split(fragments, bounds[1:-1]),
+                located.tolist(),
+                about["stamps"],
+                strict=True,
+            ):
+                places_of_columns = dict(zip(places, map(tuple, block_places), strict=True))
+                if files.get(name) == tuple(block_stamp):
+                    blocks[name] = Block(
+                        self.data_dir / name,
+                        self.label + writer,
+                        sequence,
+                        block_fragments,
+                        places_of_columns,
+                        *block_stamp,
+                    )
 
-                sizes = about["index"]
-                index = cache["index"].astype(np.int64, copy=False)
-                stops = np.cumsum(list(sizes.values()))
-                built = dict(zip(sizes, np.split(index, stops[:-1]), strict=True))
-                is_all = list(blocks) == about["names"] and len(blocks) == len(files)
-                if is_all:
-                    trajectories = TrajectoryIndex(list(blocks.values()), built=built)
-                    if not trajectories.is_valid(*num_rows):
-                        return
+            sizes = about["index"]
+            index = arrays["index"].astype(np.int64, copy=False)
+            stops = np.cumsum(list(sizes.values()))
+            built = dict(zip(sizes, np.split(index, stops[:-1]), strict=True))
+            # The index arrays describe all blocks in the cache. They are of no use if the folder
+            # has other blocks.
+            is_complete = list(blocks) == about["names"] and len(blocks) == len(files)
+            if is_complete:
+                trajectories = TrajectoryIndex(list(blocks.values()), built=built)
+                if not trajectories.is_valid(*num_rows):
+                    return
         except BAD_CACHE:
             return
         self.schema = schema
         self.blocks = blocks
-        self.built = built if is_all else None
+        self.built = built if is_complete else None
         self._stamps = {name: files[name] for name in blocks}
         self._set_edits_aside()
 
 
 def _metadata_error(path: Path, got: str) -> CorruptFileError:
-    """Build the error for a metadata.json that is damaged or has other fields than all blocks."""
+    """Build the error for a metadata.json that is damaged or does not match any block.
+
+    Args:
+        path: The file.
+        got: Text about its content: a difference between fields, or the error of reading it.
+    """
     return CorruptFileError(
         f"{str(path)!r} does not contain the fields of the blocks: {got}. The blocks are read "
         "without it. 'rollout-data verify --repair' writes it again."
     )
+
+
+def _read_cache(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """Read an index cache; return its JSON description and its arrays by name.
+
+    The result is None if the cache was written by another release, or is compressed.
+    """
+    with np.load(path, allow_pickle=False) as cache:
+        # Compressed members are not read, since a small file could then fill the memory.
+        if any(member.compress_type != zipfile.ZIP_STORED for member in cache.zip.infolist()):
+            return None
+        about = json.loads(bytes(cache["about"]))
+        if about["version"] != _CACHE_VERSION:
+            return None
+        return about, {name: cache[name] for name in ("fragments", "places", "index")}
 
 
 def _check_cached(
@@ -553,9 +571,10 @@ def _check_cached(
     located: np.ndarray,
     stamps: np.ndarray,
 ) -> list[Int64s]:
-    """Check that the blocks in an index cache refer to existing rows, as `read_header` does.
+    """Check that the B blocks in an index cache refer to rows that exist in their files.
 
-    There are B blocks with C columns and F fragments.
+    `read_header` makes the same checks for blocks that are not in the cache. The blocks have C
+    columns and, together, F fragments.
 
     Args:
         schema: Fields of the blocks.

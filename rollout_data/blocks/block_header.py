@@ -83,10 +83,11 @@ COMPLETE = TERMINATED | TRUNCATED | OPEN
 MAX_METADATA_BYTES = 1 << 24
 #: Maximum number of characters of an HDF5 attribute of a block.
 MAX_TEXT_BYTES = 1 << 17
-#: Maximum bytes of a table that may be a hole in a sparse file. A hole needs no disk space, but
-#: its reader needs memory.
+# A table may be a hole in a sparse file: it needs no disk space, but its reader needs memory. The
+# following limits keep a small malicious file from filling the memory. `_Tables.read` applies them.
+#: Maximum bytes of a hole, whatever the number of fragments.
 MAX_HOLLOW_BYTES = 1 << 20
-#: Bytes per fragment of a table that may be a hole in a sparse file: 128 rewards or 256 checksums.
+#: Maximum bytes of a hole per fragment: 128 rewards or 256 checksums.
 MAX_HOLLOW_ROW_BYTES = 1024
 #: Upper limit for the product of `MAX_HOLLOW_ROW_BYTES` and the number of fragments.
 MAX_HOLLOW_TABLE_BYTES = 64 << 20
@@ -207,10 +208,10 @@ class BlockHeader:
         start: int,
         stop: int,
     ) -> tuple[list[int], list[int]]:
-        """Return a pair (bounds, checksums) of the chunks of the fragment with rows `start:stop`.
+        """Return the byte offsets in the file and the CRC-32 values of the chunks of one fragment.
 
-        Bounds are byte offsets in the file. Unencoded rows count as one chunk, whose checksum is
-        unknown (-1).
+        The fragment has the rows `start:stop`. The last offset is the end of the last chunk. Rows
+        without chunks count as one chunk with the checksum -1, which means unknown.
         """
         chunks = self.chunks[table].get(column)
         if chunks is not None:
@@ -247,7 +248,10 @@ class BlockHeader:
             return self.fetch(start, stop)
         data = np.fromfile(self.path, np.uint8, stop - start, offset=start)
         if len(data) < stop - start:
-            raise corrupt(self.path, f"{len(data)} of {stop - start} bytes at offset {start}")
+            raise corrupt(
+                self.path,
+                f"it ends after {len(data)} of the {stop - start} bytes at offset {start}",
+            )
         return data
 
 
@@ -262,7 +266,8 @@ def header_crc(
     Args:
         fragments: Table of fragments, `[F]` of `FRAGMENT_DTYPE`.
         reward_sums: Sum of the rewards of each fragment, float64 `[F, R]`.
-        about: Values of the attributes in `ABOUT`, and of `CODECS` if there are encoded fields.
+        about: Values of the HDF5 attributes that `ABOUT` names, then of the attribute `CODECS` if
+            there are encoded fields.
         offsets: Datasets `offsets` of the encoded columns, see `ChunkTable.offsets`.
     """
     text = np.frombuffer("\n".join(map(str, about)).encode(), np.uint8)
@@ -285,7 +290,8 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
         ForeignFileError: The file is no block, or a block of a newer release.
         UnsafeFileError: The file refers to other files by links, or by external or virtual storage.
     """
-    path = path if isinstance(path, Path) else Path(path)  # Keeps the class of a `RemotePath`.
+    # A `RemotePath` must keep its class, so only texts are converted.
+    path = path if isinstance(path, Path) else Path(path)
     try:
         with open_hdf5(path, opened) as (file, guarded):
             return _read_open_file(path, file, guarded)
@@ -298,7 +304,7 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
             raise ForeignFileError(f"{str(path)!r} is no HDF5 file.") from cause
         problem = cause.message.replace(repr(str(path)), "it", 1)
         raise corrupt(path, problem, kind=cause.kind, episode=cause.episode) from cause
-    except DataFileError:  # A remote file could not be fetched, which is no damage.
+    except DataFileError:  # A remote file could not be fetched. It may be intact.
         raise
     except RolloutDataError as cause:
         # Other errors are raised for an invalid schema, which here means that the file is damaged.
@@ -370,7 +376,12 @@ def _check_rows(
     fragments: np.ndarray,
     locations: Mapping[str, Mapping[str, tuple[int, int]]],
 ) -> None:
-    """Check that columns have equal numbers of rows, and that these include all fragments."""
+    """Check that all columns of a table have as many rows as the fragments need.
+
+    Args:
+        fragments: Table of fragments, `[F]` of `FRAGMENT_DTYPE`.
+        locations: As in `BlockHeader`.
+    """
     sizes = {}
     for table, columns in locations.items():
         sizes[table] = {num_rows for _, num_rows in columns.values()}
@@ -382,12 +393,16 @@ def _check_rows(
     num_frames = int(fragments["length"].sum())
     if num_frames > num_rows:
         raise _header_error(
-            f"the fragments have {num_frames} frames, and the table {num_rows} rows"
+            f"the fragments have {num_frames} frames, but the table 'data' has {num_rows} rows"
         )
 
 
 def _read_notes(tables: _Tables) -> dict[str, NoteTable]:
-    """Map kinds of annotations to the tables in the file; {} if the file has no annotations."""
+    """Read and check the tables of annotations.
+
+    Returns:
+        Maps the kinds of annotations to their tables; {} if the file has no annotations.
+    """
     expected = attribute(tables.file, NOTES_CRC)
     kinds = (EPISODES, TEXTS)
     if expected is None and not any(kind in tables.file for kind in kinds):
@@ -428,7 +443,7 @@ def _read_chunks(
     """
     offsets = tables.read(f"{place}/{OFFSETS}", np.dtype("<i8"), (-1, 2))
     if not len(offsets):
-        raise _header_error(f"{place} has no offsets")
+        raise _header_error(f"the table {OFFSETS!r} of {place} is empty")
     start, num_bytes = tables.locate(f"{place}/{CHUNKS}", np.dtype("u1"))
     num_chunks = len(offsets) - 1
     sums = np.full(num_chunks, -1)  # Blocks of earlier releases have no checksums of chunks.
@@ -488,7 +503,7 @@ class _Tables:
         num_bytes = int(dataset.size) * dtype.itemsize
         if num_bytes > self.file_bytes:
             raise _header_error(
-                f"table {name!r} has {num_bytes} bytes, and the file {self.file_bytes} bytes"
+                f"table {name!r} has {num_bytes} bytes, but the file has {self.file_bytes} bytes"
             )
 
         # A small table of zeros may be a hole if a tool copied the file as a sparse file. The limit

@@ -84,11 +84,13 @@ def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
         least_frames = 0 if declared.chunks is None else 1
         has_valid_numbers = coding.max_error >= 0 and coding.frames_per_chunk >= least_frames
         if not (is_declared or is_chosen) or not has_valid_numbers:
-            raise ValueError(f"field {name!r} coded as {coding}")
+            raise ValueError(
+                f"the coding of field {name!r} contradicts its codec {declared.name!r}: {coding}"
+            )
         codings[name] = coding
     for name, field in schema.items():
         if codec_of(field).chunks is not None and name not in codings:
-            raise ValueError(f"no coding of field {name!r}")
+            raise ValueError(f"the coding of field {name!r} is missing")
     return codings
 
 
@@ -115,9 +117,10 @@ class ChunkTable:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Content of the dataset `offsets`: first row and first byte of each chunk, then the ends.
+        """Content of the HDF5 dataset `offsets`: (first row, first byte) of each chunk.
 
-        Bytes are counted from the first chunk, int64 `[C + 1, 2]`.
+        The last entry is (number of rows, number of bytes). Bytes are counted from the start of the
+        first chunk. Shape and dtype: int64 `[C + 1, 2]`.
         """
         return np.stack([self.rows, self.places - self.places[0]], axis=1).astype("<i8")
 
@@ -129,7 +132,7 @@ class ChunkTable:
         place: int,
         num_bytes: int,
     ) -> str:
-        """Return a message about the first error in this table; "" if the table is valid.
+        """Return the first condition that this table violates; "" if the table is valid.
 
         Args:
             first, stop: First and stop row of each fragment, int64 `[F]`.
@@ -170,15 +173,18 @@ class ChunkTable:
         return ""
 
     def byte_ranges(self, first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the byte offsets in the file at which fragments start and stop, int64 `[F]` each.
+        """Return a pair (start, stop) of arrays: the byte range of each fragment in the file.
 
-        Fragment i has rows `first[i]:stop[i]`.
+        Fragment i has the rows `first[i]:stop[i]`. All arrays are int64 `[F]`.
         """
         starts = self.places[np.searchsorted(self.rows, first)]
         return starts, self.places[np.searchsorted(self.rows, stop)]
 
     def chunks_of(self, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Return a pair (byte bounds, checksums): the chunks of the fragment `start:stop`."""
+        """Return the byte offsets and the CRC-32 values of the chunks of one fragment.
+
+        The fragment has the rows `start:stop`. The last offset is the end of the last chunk.
+        """
         first, last = np.searchsorted(self.rows, [start, stop]).tolist()
         return self.places[first : last + 1].tolist(), self.sums[first:last].tolist()
 
@@ -249,13 +255,13 @@ def check_parts(
     sums: Sequence[int],
     expected: int,
 ) -> None:
-    """Read consecutive chunks in parts; check the CRC-32 of each chunk and of all chunks together.
+    """Check the CRC-32 of each of several consecutive chunks, and the CRC-32 of all their bytes.
 
     Args:
-        read: Function that yields the bytes `start:stop` of the file in parts.
+        read: Function that yields the bytes `start:stop` of the file in parts, to save memory.
         bounds: Byte offset of each chunk in the file, then the end of the last chunk.
         sums: CRC-32 of each chunk; -1 if it is unknown.
-        expected: CRC-32 of all chunks.
+        expected: CRC-32 of the bytes of all chunks.
 
     Raises:
         ChecksumError: A checksum is wrong. The error does not name the file.
@@ -277,12 +283,12 @@ def check_parts(
 
 
 class ChecksumError(CorruptFileError):
-    """The actual checksum of chunks differs from the checksum that the block states.
+    """The CRC-32 of bytes that were read differs from the CRC-32 that the block contains.
 
     Args:
-        expected: CRC-32 in the block.
+        expected: CRC-32 that the block contains.
         checksum: CRC-32 of the bytes that were read.
-        where: Text after the expected checksum in the message.
+        where: Name of the bytes for the message, such as " of chunk 3".
     """
 
     def __init__(self, expected: int, checksum: int, where: str = "") -> None:
@@ -295,7 +301,7 @@ class ChecksumError(CorruptFileError):
 
 
 def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
-    """Compare the CRC-32 of a chunk with the expected CRC-32. The value -1 means unknown: no check.
+    """Compare the CRC-32 of a chunk with `expected`. If `expected` is -1, it is not compared.
 
     Raises:
         ChecksumError: The checksums differ. The error does not name the file.

@@ -1,7 +1,7 @@
 """Locate a damaged byte by the difference between the expected and the actual CRC-32.
 
-If a single wrong byte explains the difference, the error names the byte's field and row. Otherwise
-it names all rows under the checksum.
+If a single wrong byte explains the difference, the error names the field and the row of this byte.
+Otherwise the error names all rows that the checksum covers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ class DamagedRowsError(CorruptFileError):
 
 
 @lru_cache(maxsize=1)
-def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
-    """Return the tables that `damaged_byte` uses to run the CRC-32 register backwards.
+def _crc_tables() -> tuple[list[int], dict[int, int], frozenset[int]]:
+    """Compute three tables, with which `damaged_byte` runs the CRC-32 register backwards.
 
-    They are the CRC-32 table, a map of leading bytes to table indices, and the nonzero entries.
+    Returns:
+        The usual table of 256 CRC-32 values. The index in this table of each highest byte, which is
+        unique. The set of CRC-32 values that a single nonzero byte causes.
     """
     table = []
     for value in range(256):
@@ -48,11 +50,11 @@ def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
 
 
 def damaged_byte(difference: int, num_bytes: int) -> int | None:
-    """Return the position of the single wrong byte that explains two CRC-32 values, or None.
+    """Return the position of a single wrong byte that explains a difference between CRC-32 values.
 
-    The CRC register is run backwards over zeros from the last byte until a single byte can have
-    caused its state. If several bytes are wrong, the function returns a position by chance in one
-    of 2**24 / `num_bytes` cases.
+    The result is None if no single byte explains the difference. The CRC register is run backwards
+    over zeros from the last byte, until a single byte can have caused its state. If several bytes
+    are wrong, a wrong position is returned in one of 2**24 / `num_bytes` cases.
 
     Args:
         difference: XOR of the two checksums.
@@ -60,7 +62,7 @@ def damaged_byte(difference: int, num_bytes: int) -> int | None:
     """
     if num_bytes > _MAX_SEARCHED:
         return None
-    table, numbers, effects = _table()
+    table, numbers, effects = _crc_tables()
     state = difference
     for position in range(num_bytes - 1, -1, -1):
         if state in effects:

@@ -1,9 +1,9 @@
 """Edits: blocks without frames that drop or annotate trajectories of their writer.
 
-An edit contains all changes of its writer's trajectories, so a newer edit replaces it. A change of
-several writers' trajectories is stored as one block per writer, the parts of the edit. Readers
-ignore an edit unless all its parts exist. `FORMAT.md` is the specification; `tools/edit/` writes
-edits.
+An edit repeats all earlier changes to the trajectories of its writer, so it replaces older edits. A
+change to the trajectories of several writers needs one block per writer. These blocks are the parts
+of the edit, and readers ignore the edit unless all its parts exist. `FORMAT.md` is the
+specification; `tools/edit/` writes edits.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections.abc import Iterable, Mapping
 
 from .block import FIRST_EDIT, Block
 
-#: Maximum number of blocks of one edit, plus one. The sequence number of an edit is `FIRST_EDIT` +
-#: generation * `MAX_PARTS` + number of blocks.
+#: An edit has fewer parts than this number. The sequence number of an edit is `FIRST_EDIT` +
+#: generation * `MAX_PARTS` + number of parts.
 MAX_PARTS = 10**6
 _NAME = re.compile(r"rollout_([A-Za-z0-9-]{1,100})_(\d{16,18})\.h5")
 
 
 def edit_sequence(generation: int, num_parts: int) -> int:
-    """Return the sequence number that all blocks of an edit share.
+    """Return the sequence number that all parts of an edit share.
 
-    `generation` numbers the edits of a folder from 1; an edit with a higher one is newer.
+    Args:
+        generation: Number of the edit in its folder, counted from 1. Newer edits have a higher
+            generation.
+        num_parts: Number of parts of the edit.
     """
     return FIRST_EDIT + generation * MAX_PARTS + num_parts
 
 
 def generation_of(sequence: int) -> int:
-    """Return the generation of an edit from its sequence number.
-
-    Newer edits have a higher generation.
-    """
+    """Return the generation of an edit from its sequence number, see `edit_sequence`."""
     return (sequence - FIRST_EDIT) // MAX_PARTS
 
 
@@ -44,14 +44,14 @@ def named_edit(name: str) -> tuple[str, int] | None:
     return match[1], int(match[2])
 
 
-def not_in_force(blocks: Mapping[str, Block], names: Iterable[str]) -> set[str]:
+def ignored_edits(blocks: Mapping[str, Block], names: Iterable[str]) -> set[str]:
     """Return the file names of edits that readers ignore.
 
-    These are edits that a newer edit replaces, and edits with missing blocks.
+    Readers ignore an edit that a newer edit replaces, and an edit with missing parts.
 
     Args:
         blocks: Maps file names to blocks, for the blocks that can be read.
-        names: Names of all files in the folder. A damaged block of an edit is not missing.
+        names: Names of all files in the folder. A damaged part of an edit counts as existing.
     """
     edits = {name: block for name, block in blocks.items() if block.is_edit}
     if not edits:

@@ -37,11 +37,11 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 BAD_METADATA = (
     OSError, LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, RolloutDataError,
 )  # fmt: skip
-#: Key and value in metadata.json, or in the metadata of an episode, if the original data do not
-#: state how the episodes, or this episode, ended.
+#: `"ends": "unknown"` in metadata.json means that the original data do not state how some episodes
+#: ended. In the metadata of an episode, it means that the end of this episode is unknown.
 ENDS, UNKNOWN = "ends", "unknown"
-#: Value of the key `ENDS` in the metadata of an episode with a final observation that is neither
-#: terminated nor truncated. Only used in folders whose metadata.json states unknown ends.
+#: `"ends": "open"` in the metadata of an episode means that the episode has a final observation,
+#: but is neither terminated nor truncated. Used only if metadata.json states `"ends": "unknown"`.
 OPEN_END = "open"
 #: Keys of metadata.json that the library sets. Callers cannot set these keys.
 RESERVED_KEYS = (
@@ -54,7 +54,7 @@ class Metadata:
     """Content of the metadata.json of a data folder.
 
     Attributes:
-        schema: Fields of the blocks; empty for folders of other formats.
+        schema: Fields of the blocks; empty for folders with other formats of data.
         obs_segments: Maps components of the observation to shapes, in the order of concatenation.
         obs_disassemble_mapping: Maps encoded components of the observation to codecs.
         context: All other keys with unchanged values: env, policy, config, frame_rate_hz, ...
@@ -111,8 +111,8 @@ def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
         return metadata
     for path in sorted(Path(data_dir).glob("rollout_*.h5")):
         try:
-            # Whether ends are known is stated only in metadata.json. Without it, readers must also
-            # look for ends in the metadata of episodes.
+            # Blocks do not state whether ends are unknown. "unknown" makes readers look for ends
+            # in the metadata of episodes.
             context = {ENDS: UNKNOWN} if metadata is None else metadata.context
             return Metadata.of_schema(read_header(path).schema, context)
         except (RolloutDataError, OSError):
@@ -161,10 +161,11 @@ def publish_metadata(
 
 
 def mark_noted_ends(folder: Path) -> None:
-    """Set `ends` to "unknown" in metadata.json, so that readers look for ends in annotations.
+    """Write `"ends": "unknown"` to metadata.json.
 
-    Call this before publishing the first block with ends in the metadata of episodes. Otherwise a
-    reader could ignore these ends.
+    Readers then look into the metadata of each episode to know how the episode ended. Call this
+    before publishing the first block whose episodes state their end in this way. Otherwise readers
+    of the new block could miss these ends.
 
     Raises:
         OSError: The folder cannot be written.

@@ -1,10 +1,10 @@
 """Layout of fields in stored rows, and the tensors of a batch as views of gathered rows.
 
-All small fields of a frame are stored side by side in one packed row, the column "frames", so one
-gather reads a batch. Large fields and fields in chunks have columns of their own, so that other
-fields are read without them. The byte range of each tensor in a row is computed once per layout. A
-batch then needs one view per tensor. Unencoded fields and adjacent components become views of the
-rows; all other fields become new tensors.
+All small fields of a frame are stored side by side in one row of the column "frames", so one gather
+reads all of them. Large fields and fields in chunks have columns of their own, so that other
+fields are read without them. A field below a name that batches concatenate, such as
+"observation/joint_pos", is a component. Tensors of unencoded fields, and of components that are
+adjacent in the row, are views of the gathered rows. All other tensors are new.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RowLayout:
 
     Args:
         schema: Fields as users see them.
-        apart: Names of small fields that get a column of their own.
+        apart: Names of fields that get a column of their own even if they are small.
 
     Attributes:
         schema: Fields as users see them.
@@ -72,7 +72,8 @@ class RowLayout:
             check_codec(field)
             if field.num_elements == 0:
                 raise SchemaError(
-                    f"field {field.name!r} has shape {field.shape}, which has no values."
+                    f"field {field.name!r} has shape {field.shape}, expected at least one value "
+                    "per frame."
                 )
         self.schema = schema
         self.stored = Schema(stored_field(field) for field in schema.values())
@@ -140,7 +141,8 @@ class RowLayout:
     def span_of(self, names: Sequence[str]) -> tuple[int, int, torch.dtype] | None:
         """Return a triple (first byte, end, dtype) for the bytes of adjacent fields in a row.
 
-        None if the fields are not adjacent, have different dtypes or columns, or have a codec.
+        The result is None if one view cannot show the fields: they are not adjacent, have
+        different dtypes or columns, or have a codec.
         """
         column = self.column_of[names[0]]
         dtype = self._spans[names[0]][2]
@@ -196,9 +198,10 @@ def _pack(fields: list[Field]) -> StoredColumn:
 
 
 class Grid(NamedTuple):
-    """Positions of batch elements in gathered rows.
+    """Arrangement of gathered rows in the leading axes of a batch.
 
-    Element `[i, j]` of the batch is row `first + i * steps[0] + j * steps[1]`.
+    Element `[i, j]` of the batch is row `first + i * steps[0] + j * steps[1]`. `sizes` are the
+    sizes of the leading axes, such as (windows, frames).
     """
 
     sizes: tuple[int, ...]
@@ -207,7 +210,12 @@ class Grid(NamedTuple):
 
 
 class FrameRows:
-    """The gathered rows of a batch by column: int32 `[n, row_bytes / 4]` each."""
+    """The gathered rows of a batch, and cached views of them as other dtypes.
+
+    Args:
+        columns: Maps columns to their n rows, int32 `[n, row_bytes / 4]`. The values are raw
+            bytes, not numbers.
+    """
 
     def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
         self._columns = columns
@@ -222,9 +230,9 @@ class FrameRows:
 
 
 class FrameCut:
-    """Callable that returns one tensor of a batch from gathered rows.
+    """Callable that returns one tensor of a batch as a cut of the gathered rows.
 
-    The tensor is one field, or several components of a field concatenated.
+    The tensor is one field, or the concatenation of several components.
 
     Args:
         layout: Layout of the rows.
@@ -278,7 +286,7 @@ class FrameCut:
 def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, FrameCut]:
     """Map the name of each tensor of a batch to the `FrameCut` that returns it from gathered rows.
 
-    With `is_joined`, the components of each name in `groups` form one tensor.
+    With `is_joined`, the components of each name in `groups` are concatenated to one tensor.
     """
     leaves: dict[str, list[str]] = {}
     for name in layout.schema:

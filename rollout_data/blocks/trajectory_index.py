@@ -1,8 +1,9 @@
 """The trajectory index, which maps the frames of all trajectories to rows of blocks.
 
 The index consists of arrays, without a Python object per trajectory or frame. Trajectories are
-ordered by the time at which they were completed, and all their frames are numbered consecutively. A
-prefix sum over fragments converts frame numbers to rows. `block_folder.py` finds the blocks.
+ordered by the time at which they were completed. All frames are numbered consecutively in this
+order. To find the row of a frame, its number is searched among the first frame numbers of all
+fragments. `block_folder.py` finds the blocks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class LostBlockError(DataFileError):
 
 
 class Runs(NamedTuple):
-    """R ranges of rows to read, each within one block, in the order of their output rows.
+    """R runs: ranges of consecutive rows of one block, and where a batch puts these rows.
+
+    The runs are sorted by `target`.
 
     Attributes:
         target: First output row of each run, int64 `[R]`.
@@ -91,6 +94,13 @@ _END_OF_FLAGS[[TRUNCATED, TERMINATED | TRUNCATED]] = End.TRUNCATED
 
 class TrajectoryIndex:
     """An immutable snapshot of M trajectories with F fragments, in the order of completion.
+
+    Fragments that are consecutive both in their trajectory and in their block are merged.
+
+    Args:
+        blocks: The blocks.
+        num_present: See the attribute; None means that all files exist.
+        built: Result of `arrays` for the same blocks, to save time; None computes the arrays.
 
     Attributes:
         blocks: The blocks; `fragment_block` and `final_block` contain positions in this tuple.
@@ -150,8 +160,8 @@ class TrajectoryIndex:
         trajectory, env, flag, start, length, row, final_row, end_time_ns, _ = (
             np.ascontiguousarray(table[name])[order] for name in FRAGMENT_DTYPE.names or ()
         )
-        # Fragments are now sorted by trajectory, then by start. `first` contains the position of
-        # each trajectory's first fragment.
+        # Fragments are now sorted by trajectory, then by start. The fragments of a trajectory are a
+        # group. `first` is the position of the first fragment of each group.
         is_head = _changes(writer, trajectory)
         first = np.flatnonzero(is_head)
         group = np.cumsum(is_head) - 1
@@ -165,40 +175,54 @@ class TrajectoryIndex:
         is_broken = np.logical_or.reduceat(is_gap, first) & ~is_dropped
         is_undecided = ((flags & TENTATIVE) > 0) & ((flags & (TERMINATED | TRUNCATED)) == 0)
         self._broken_writers = np.unique(writer[first[is_broken]])
-        self.num_dropped, self.num_broken = int(is_dropped.sum()), int(is_broken.sum())
+        self.num_dropped = int(is_dropped.sum())
+        self.num_broken = int(is_broken.sum())
+
+        # Positions of the kept trajectories, in the order of completion.
         kept = np.flatnonzero(~is_broken & ~is_dropped & ~is_undecided & (lengths > 0))
         heads = first[kept]
         order = np.lexsort((trajectory[heads], writer[heads], ends[kept]))
         kept = kept[order]
         heads = heads[order]
-        self.flags, self.end_time_ns, finals = (
-            flags[kept].astype(np.int64),
-            ends[kept],
-            finals[kept],
-        )
-        self.env, self.writer, self.number = env[heads], writer[heads], trajectory[heads]
+        self.flags = flags[kept].astype(np.int64)
+        self.end_time_ns = ends[kept]
+        self.env = env[heads]
+        self.writer = writer[heads]
+        self.number = trajectory[heads]
+        finals = finals[kept]
         self.final_block = np.where(finals >= 0, block[finals], -1)
         self.final_row = np.where(finals >= 0, final_row[finals], -1)
-        rank = np.full(len(first), -1, np.int64)
-        rank[kept] = np.arange(len(kept))
-        rank = rank[group]
+
+        # Sort the fragments in the same order. `rank` is the trajectory of each fragment; -1 if it
+        # is not kept.
+        rank_of_group = np.full(len(first), -1, np.int64)
+        rank_of_group[kept] = np.arange(len(kept))
+        rank = rank_of_group[group]
         used = np.flatnonzero((rank >= 0) & (length > 0))
         used = used[stable_order(rank[used])]
-        rank = rank[used]
-        block = block[used]
-        row = row[used]
-        length = length[used]
-        # Merge fragments that are consecutive both in a trajectory and in a block.
+        self._set_fragments(rank[used], block[used], row[used], length[used])
+
+    def _set_fragments(self, rank: Int64s, block: Int64s, row: Int64s, length: Int64s) -> None:
+        """Number the frames of all trajectories, and merge consecutive fragments.
+
+        Args:
+            rank: Trajectory of each fragment, ascending.
+            block, row, length: Block, first row and number of frames of each fragment.
+        """
         frame = np.cumsum(length) - length
         num_frames = int(length.sum())
-        is_head = _changes(rank)
-        is_start = is_head | _changes(block, row - frame)
-        self.fragment_block, self.fragment_row = block[is_start], row[is_start]
+        is_first_of_trajectory = _changes(rank)
+        is_start = is_first_of_trajectory | _changes(block, row - frame)
+        self.fragment_block = block[is_start]
+        self.fragment_row = row[is_start]
         self.fragment_frame = np.append(frame[is_start], num_frames)
-        self.first_frame = np.append(frame[is_head], num_frames)
+        self.first_frame = np.append(frame[is_first_of_trajectory], num_frames)
 
     def arrays(self) -> dict[str, Int64s]:
-        """Return the computed arrays by name, for the argument `built` of `__init__`."""
+        """Return the arrays of this index by name, which the index cache stores.
+
+        The argument `built` of `__init__` accepts them.
+        """
         return {
             "counts": np.array([self.num_dropped, self.num_broken]),
             **{name: vars(self)[name] for name in _COMPUTED},
@@ -282,21 +306,23 @@ class TrajectoryIndex:
 
         The error names the missing blocks.
         """
+        # An index that was built from the cache does not know the writers, so build it again.
+        broken_writers = TrajectoryIndex(self.blocks)._broken_writers.tolist()
         named = []
-        for writer in (
-            self.writers[number] for number in TrajectoryIndex(self.blocks)._broken_writers.tolist()
-        ):
-            mine = [block for block in self.blocks if block.writer == writer and not block.is_edit]
-            present = sorted(block.sequence for block in mine)
-            gaps = [
-                (before + 1, after) for before, after in zip([-1, *present], present, strict=False)
-            ]
-            texts = [
-                f"{first}" if stop == first + 1 else f"{first}:{stop}"
-                for first, stop in gaps
-                if stop > first
-            ]
-            named.append(f"{', '.join(texts[:4])} of writer {writer!r}")
+        for writer in (self.writers[number] for number in broken_writers):
+            sequences = []
+            for block in self.blocks:
+                if block.writer == writer and not block.is_edit:
+                    sequences.append(block.sequence)
+            missing = []
+            expected = 0
+            for sequence in sorted(sequences):
+                if sequence > expected + 1:
+                    missing.append(f"{expected}:{sequence}")
+                elif sequence == expected + 1:
+                    missing.append(f"{expected}")
+                expected = sequence + 1
+            named.append(f"{', '.join(missing[:4])} of writer {writer!r}")
         more = f" and of {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
         return DataFileError(
             f"{where} has {self.num_broken} incomplete trajectories, which are left out. Missing "
@@ -339,8 +365,9 @@ class TrajectoryIndex:
 
         Args:
             block: Position of the block in `blocks`.
-            reason: First sentence of the message; "" states that the file was removed.
-            is_gone: Whether to advise users of windows to open the dataset again.
+            reason: Sentence about what happened to the file; "" states that it was removed.
+            is_gone: Whether the file no longer exists. The message then advises to open a
+                `WindowDataset` again.
         """
         keys = self.keys(self.trajectories_in([block]))
         lost = lost_trajectories(keys, self.blocks[block].path, reason, is_gone)
@@ -392,7 +419,7 @@ class TrajectoryIndex:
         return name_keys(writers, self.writer, self.number)
 
     def name(self, trajectory: int) -> list[Any]:
-        """Return [end_time_ns, writer, number], the sort key of a trajectory in every snapshot."""
+        """Return [end_time_ns, writer, number] of a trajectory, by which every index is sorted."""
         writer = self.writers[int(self.writer[trajectory])]
         return [int(self.end_time_ns[trajectory]), writer, int(self.number[trajectory])]
 
@@ -438,9 +465,10 @@ class TrajectoryIndex:
         return np.array([at.get(key, -1) for key in keys], np.int64)
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
-        """Return the rows of blocks that contain P pieces of trajectories.
+        """Find the rows of P pieces of trajectories.
 
-        A piece is a range of consecutive frames of one trajectory.
+        A piece is a range of consecutive frames of one trajectory. Its rows are put one after
+        another into an output, from the row `target`.
 
         Args:
             trajectory: Trajectory of each piece, int64 `[P]`.
@@ -481,8 +509,7 @@ def lost_trajectories(
     Args:
         keys: (writer, number) of each trajectory.
         path: The file.
-        reason: See `TrajectoryIndex.lost_block`.
-        is_gone: See `TrajectoryIndex.lost_block`.
+        reason, is_gone: As in `TrajectoryIndex.lost_block`.
     """
     named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
     named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
@@ -537,9 +564,10 @@ def stable_order(keys: np.ndarray) -> Int64s:
 
 
 def share_of(number: int, *shares: float) -> int:
-    """Return `number * sum(shares)`, rounded to the nearest integer, halves up.
+    """Return the size of a share of `number` items: `number * sum(shares)`, rounded half up.
 
-    Shares are exact decimal fractions as Python prints them: 0.3 is 3/10.
+    A float counts as the decimal fraction that Python prints: 0.3 is exactly 3/10. Rounding errors
+    of floats therefore never change the result.
     """
     exact = sum((Fraction(repr(float(share))) for share in shares), Fraction())
     return floor(number * exact + Fraction(1, 2))
@@ -552,7 +580,7 @@ def counted_from(first: Int64s, count: Int64s) -> Int64s:
 
 
 def _equal(values: Int64s, value: int) -> tuple[int, int]:
-    """Return a pair (start, stop) of the elements equal to `value` in the ascending `values`."""
+    """Return the range (start, stop) of positions in ascending `values` that contain `value`."""
     return int(values.searchsorted(value)), int(values.searchsorted(value, "right"))
 
 

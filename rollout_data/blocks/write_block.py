@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import h5py
@@ -154,7 +153,7 @@ def _write_rows(
             # `os.posix_fallocate` is not used, since it writes to every disk block if the file
             # system does not support preallocation.
             if num_bytes >= PART_BYTES:
-                _hasten("fallocate64", descriptor, 0, offset, num_bytes)
+                _try_system_call("fallocate64", descriptor, 0, offset, num_bytes)
     if num_threads is None:
         num_threads = torch.get_num_threads()
     num_threads = min(2, num_threads)  # More threads would only wait for writes to the file.
@@ -210,10 +209,12 @@ class _Piece:
                 if begin < end:
                     sums[number] = crc32(part[begin * row_bytes : end * row_bytes], sums[number])
             write_at(descriptor, part, self.offset + low * row_bytes)
-            if starts_writeback:  # Leaves little for the flush at the end.
+            # The disk then writes in the background, so the flush at the end takes less time.
+            if starts_writeback:
                 place = self.offset + low * row_bytes
-                num_bytes = len(part)
-                _hasten("sync_file_range", descriptor, place, num_bytes, _SYNC_FILE_RANGE_WRITE)
+                _try_system_call(
+                    "sync_file_range", descriptor, place, len(part), _SYNC_FILE_RANGE_WRITE
+                )
         self.checksums[self.places] = sums
 
 
@@ -223,9 +224,9 @@ def _cut(
     ranges: tuple[np.ndarray, np.ndarray],
     checksums: np.ndarray,
 ) -> list[_Piece]:
-    """Divide the rows of a column into pieces of about `PART_BYTES` that end between fragments.
+    """Divide the rows of a column into pieces of about `PART_BYTES`. No fragment is divided.
 
-    A larger fragment forms its own piece.
+    A fragment that is larger than `PART_BYTES` forms its own piece.
 
     Args:
         source: Rows of the column.
@@ -241,28 +242,29 @@ def _cut(
     spans = list(zip(first[order].tolist(), last[order].tolist(), strict=True))
     ends = last[order].tolist()
     places = order.tolist()
-    rows_a_part = max(1, PART_BYTES // source.row_bytes)
-    numbers = [0]
-    rows = [0]
-    while numbers[-1] < len(spans):
-        number = max(numbers[-1] + 1, bisect_right(ends, rows[-1] + rows_a_part))
-        numbers.append(number)
-        rows.append(spans[number][0] if number < len(spans) else source.num_rows)
     if not spans:
-        numbers = [0, 0]
-        rows = [0, source.num_rows]
+        return [_Piece(source, offset, 0, source.num_rows, [], checksums, [])]
+
+    rows_a_piece = max(1, PART_BYTES // source.row_bytes)
     pieces = []
-    for (start, stop), (low, high) in zip(pairwise(rows), pairwise(numbers), strict=True):
+    start = 0
+    low = 0
+    while low < len(spans):
+        # The piece contains the fragments `low:high`, at least one, and the rows `start:stop`.
+        high = max(low + 1, bisect_right(ends, start + rows_a_piece))
+        stop = spans[high][0] if high < len(spans) else source.num_rows
         piece = _Piece(source, offset, start, stop, spans[low:high], checksums, places[low:high])
         pieces.append(piece)
+        start = stop
+        low = high
     return pieces
 
 
-def _hasten(name: str, *numbers: int) -> None:
-    """Call the Linux function `name`, which Python does not provide, if the C library has it.
+def _try_system_call(name: str, *numbers: int) -> None:
+    """Call a function of Linux that Python does not provide. Does nothing on other systems.
 
-    The result is ignored, since the call only makes the following writes faster, which report
-    errors themselves.
+    The result is ignored: the call only makes writing faster, and a later write or flush of the
+    same bytes reports any error.
     """
     function = _system_call(name)
     if function is not None:
@@ -278,9 +280,9 @@ def _system_call(name: str) -> Callable[..., object] | None:
 def _reserve_tables(
     file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]
 ) -> dict[str, int]:
-    """Reserve space in the file for the datasets that are written without HDF5.
+    """Reserve space in the file for rows, checksums and the arrays `plain`.
 
-    These are tables, rows and checksums.
+    `write_block_file` writes them later at the returned offsets, without HDF5.
 
     Returns:
         Maps the names of datasets to byte offsets in the file.
