@@ -37,7 +37,10 @@ class StepNotes:
     texts: Mapping[int, bytes] = field(default_factory=dict)
 
     def steps(self, start: int, stop: int) -> StepNotes:
-        """Return the annotations of steps `start:stop`; texts of other steps are included."""
+        """Return the annotations of steps `start:stop`. All texts are returned, also unused ones.
+
+        A block may contain texts that none of its frames refers to.
+        """
         episodes = tuple(
             (step - start, env, data) for step, env, data in self.episodes if start <= step < stop
         )
@@ -108,7 +111,9 @@ def text_ids(name: str, value: Any, lead: tuple[int, ...], texts: dict[int, byte
 def check_text_fields(schema: Schema, texts: Container[str]) -> None:
     """Raise `FieldTypeError` if numeric fields have texts, or text fields have numbers.
 
-    `texts` contains the names of the fields that have texts in the record.
+    Args:
+        schema: Fields of the first record.
+        texts: Names of the fields that have texts in this record.
     """
     for name, declared in schema.items():
         is_text = name in texts
@@ -157,9 +162,18 @@ def episode_notes(
 
 
 def _checked_list(values: Any, count: int, item: str) -> Sequence[Any]:
-    """Return `values`; raise `UsageError` if it is no list or object array of `count` items.
+    """Check that a part of the argument `episode` is a list or object array of `count` values.
 
-    `item` names what each value is for, in the error.
+    Args:
+        values: The part.
+        count: Number of steps or of environments.
+        item: "step" or "environment", for the error.
+
+    Returns:
+        `values`, unchanged.
+
+    Raises:
+        UsageError: `values` is no list, or has another number of values.
     """
     is_object_array = isinstance(values, np.ndarray) and values.dtype == object
     is_list = isinstance(values, (list, tuple)) or is_object_array
@@ -214,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 class NoteCount:
-    """Counts the bytes of metadata of each episode in progress, to enforce the limit per episode.
+    """Counts the bytes of metadata of each unfinished episode, and enforces `MAX_NOTE_BYTES`.
 
     Args:
         num_envs: Number of envs, N.

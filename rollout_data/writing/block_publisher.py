@@ -142,7 +142,10 @@ class BlockPublisher:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """While in the `with` block, encode with several threads, since the caller only waits."""
+        """Let the background thread encode with several threads during the `with` block.
+
+        The caller waits in this block, so the threads take no processor time from the caller.
+        """
         self._is_awaited = True
         try:
             yield
@@ -188,7 +191,8 @@ class BlockPublisher:
     def _warn_on_failure(self, text: str) -> Iterator[None]:
         """Convert errors of the `with` block to warnings, since the recording can continue.
 
-        `text` contains a placeholder for the folder.
+        Args:
+            text: Text of the warning, in which "{}" stands for the path of the folder.
         """
         try:
             yield
@@ -211,7 +215,7 @@ def check_storable(schema: Schema) -> None:
             if parent in schema:
                 raise SchemaError(
                     f"field {name!r} is below {parent!r}, which is a field, too. Rename one of "
-                    "them."
+                    "the two fields."
                 )
     longest = {
         field.name: Coding(field.codec, 1 / 3, 8)
@@ -230,11 +234,11 @@ def check_storable(schema: Schema) -> None:
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
-    """Read the state to continue from, from earlier blocks of the writer in the folder.
+    """Read from earlier blocks of the writer at which numbers the new recording continues.
 
     Returns:
-        Next sequence number, an empty carry with the next trajectory number, and time of the last
-        frame in ns.
+        Next sequence number, a `Carry` without unfinished trajectories that contains the next
+        trajectory number, and time of the last frame in ns since the epoch.
     """
     sequence = 0
     trajectory = 0

@@ -1,4 +1,7 @@
-"""Writer options for components of an observation, and the split of a flat observation."""
+"""Components of an observation: checks of the writer's options, and the split into components.
+
+A component is a part of the observation with its own name and shape, which is stored as a field.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ def checked_segments(segments: Any) -> dict[str, tuple[int, ...]]:
                 f"obs_segments must have a shape for each component, got {segments!r}."
             ) from None
         if not name or min(shapes[name], default=1) < 1:
-            raise UsageError(f"obs_segments has an empty name or shape: {name!r}: {shapes[name]}.")
+            raise UsageError(
+                f"obs_segments has an empty name, or a size below 1: {name!r}: {shapes[name]}."
+            )
     return shapes
 
 
@@ -69,7 +74,9 @@ def split_components(
     segments: Mapping[str, tuple[int, ...]],
     *num_leads: int,
 ) -> dict[str, Any]:
-    """Split a flat observation into a view per component, or check the shapes of components.
+    """Split a flat observation into one view per component.
+
+    An observation that is a mapping of components already is only checked and reshaped.
 
     Args:
         leaves: Values of a record by flat name.

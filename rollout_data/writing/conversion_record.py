@@ -1,7 +1,9 @@
 """The record of a conversion, which `convert` stores in its target to resume and check it.
 
 A record consists of JSON lines. The first line describes the source and the options. Each written
-episode has a line with checksums of its rows, and further lines describe files.
+episode has a line with checksums of its rows and of its own files. Files that contain data of
+several episodes, such as tables and block files, are described by further lines. The record of a
+folder is a file, to which lines are appended; the record of an HDF5 file is a dataset in it.
 `formats/conversion_resume.py` compares a record with a source. `ForeignWriter.check_files` compares
 a record with a target.
 """
@@ -37,7 +39,7 @@ _PART_BYTES = 8 << 20
 #: Maximum depth of lists and objects in the first line. Values have at most 200 bytes, so a deeper
 #: line is damaged.
 _MAX_DEPTH = 128
-#: Recorded instead of a checksum if a field cannot be read and is therefore not in the target.
+#: Text in place of a checksum, if the field cannot be read and is therefore not in the target.
 UNREAD = "--------"
 #: Suffix of a field name, for the checksum of the field in the final observation.
 AFTER_LAST = " after the last step"
@@ -108,9 +110,10 @@ class SummedEpisode:
             self._of_source(lambda: self._episode.final_observation)
 
     def _sum_of(self, name: str, must_be_read: bool = False) -> str:
-        """Read the remaining rows of a field and return its checksum.
+        """Read the rows of a field that the writer has not read; return the checksum of all rows.
 
-        The result is `UNREAD` if the field cannot be read and the writer has read none of its rows.
+        If the field cannot be read, and the writer has read none of its rows, it is not in the
+        target. The result is then `UNREAD`.
 
         Raises:
             UnreadableEpisode: The field cannot be read, and the writer read some of its rows or
@@ -172,16 +175,17 @@ class ConversionNote:
             unknown.
         left_out: Ids of the episodes that could not be read.
         rows: For each written episode id, maps fields to checksums.
-        files: For each episode id, maps files of the target to size and checksum. When an episode
-            is complete, its first file is renamed last.
+        files: For each episode id, maps files of the target to size and checksum. An episode is
+            complete if its first file exists: this file gets its final name after all others.
         stored: For each episode id, maps datasets of an HDF5 target to checksums of their rows.
         files_of_all: Maps files of the target that no single episode owns to size and checksum; {}
             while they are written.
-        unplaced: Id of the last episode, if its files may still have temporary names; else "".
+        unplaced: Id of the episode that was written last, if its files may still have temporary
+            names; otherwise "".
         published: Ids of the episodes in the blocks of a block folder, including episodes that
             were dropped or pruned later.
-        finish: Content of the last line of a complete target; None if the target was never
-            complete.
+        finish: Values that the format writer stored when the target was complete; None if it never
+            was.
         has_damaged_lines: Whether lines could not be parsed, for example the last line of a killed
             conversion.
     """
@@ -205,7 +209,8 @@ class ConversionNote:
     def resume(self, earlier: ConversionNote) -> None:
         """Copy the written episodes from the record of an interrupted conversion.
 
-        `files_of_all` is copied only from the record of a block folder.
+        `files_of_all` is copied only if episodes were published, which means that these files are
+        blocks, which never change. Other formats write these files again.
         """
         self.rows = earlier.rows
         self.files = earlier.files
@@ -233,7 +238,7 @@ class ConversionNote:
         self.files_of_all.clear()
 
     def first_line(self) -> str:
-        """Return the first line: source, options and descriptions of all episodes."""
+        """Build the first line of the record: source, options and descriptions of all episodes."""
         fields: dict[str, int] = {}
         listed = []
         for episode in self.episodes:
@@ -253,7 +258,7 @@ class ConversionNote:
         return json.dumps(about) + "\n"
 
     def text(self) -> str:
-        """Return all lines of the record as one text."""
+        """Build the text of the record: all its lines."""
         lines = [self.first_line(), *map(self.line_of, self.rows)]
         if self.rows and not self.unplaced:
             lines.append(placed_line())
@@ -262,13 +267,16 @@ class ConversionNote:
         return "".join(lines)
 
     def line_of(self, episode: str) -> str:
-        """Return the line of a written episode by its id."""
+        """Build the line of the record about the written episode with this id."""
         return line_of(
             episode, self.rows[episode], self.files.get(episode, {}), self.stored.get(episode, {})
         )
 
     def blank_lines(self, stored: Mapping[str, Iterable[str]]) -> dict[str, str]:
-        """Map episode ids to placeholder lines, which are as long as the later lines.
+        """Map episode ids to lines that are as long as the lines of the written episodes will be.
+
+        An HDF5 target reserves space for the record with these lines. The checksums in them are
+        `UNREAD`.
 
         Args:
             stored: Maps episode ids to names of datasets in the target.
@@ -414,7 +422,7 @@ class ConversionNote:
 def line_of(
     episode: str, sums: Mapping[str, str], files: Mapping[str, FileSum], stored: Mapping[str, str]
 ) -> str:
-    """Return the line of a written episode.
+    """Build the line of a record about a written episode.
 
     Args:
         episode: Id of the episode.
@@ -436,13 +444,14 @@ def files_line(
     removed: Iterable[str] = (),
     finish: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a line about files that no single episode owns.
+    """Build a line of a record about files that no single episode owns.
 
     Args:
         files: Maps new files to sizes and checksums.
         published: Ids of the episodes in these files.
         removed: Names of files that were removed on purpose.
-        finish: Content for the last line of a complete target.
+        finish: Values of the format writer about the complete target; None if the target is not
+            complete.
     """
     about: dict[str, Any] = {"files": sums_as_json(files)}
     for name, names in (("published", published), ("removed", removed)):
@@ -455,24 +464,25 @@ def files_line(
 
 
 def placed_line() -> str:
-    """Return the line which states that the files of the last episode have their final names."""
+    """Build the line of a record which states that no file of an episode has a temporary name."""
     return json.dumps({"placed": True}) + "\n"
 
 
 def open_line() -> str:
-    """Return the line which states that files that no single episode owns are being rewritten."""
+    """Build the line of a record which states that `files_of_all` are being written again."""
     return json.dumps({"open": True}) + "\n"
 
 
 def note_replaced(folder: Path, removed: Iterable[Path], added: Iterable[Path] = ()) -> None:
-    """Write a line to a folder's conversion record: these blocks are removed on purpose.
+    """Write to the conversion record of a folder that files are replaced or removed on purpose.
 
-    Call this before removing the blocks. Does nothing if the folder is no target of a conversion.
+    Without this line, the next conversion would report that the target was changed. Call this
+    before removing the files. Does nothing if the folder is no target of a conversion.
 
     Args:
         folder: The block folder.
-        removed: Blocks that will be removed.
-        added: New blocks that contain their episodes.
+        removed: Files that will be removed or replaced.
+        added: New blocks with episodes of the removed blocks.
     """
     place = folder / NOTE_NAME
     if place.is_file():
@@ -496,7 +506,7 @@ def append_line(place: Path, line: str, is_durable: bool = False) -> None:
 
 
 def left_out_line(episode: str) -> str:
-    """Return the line for an episode that could not be read."""
+    """Build the line of a record about an episode that could not be read and was left out."""
     return json.dumps({"left_out": episode}) + "\n"
 
 
@@ -578,7 +588,12 @@ def _forms(schema: Schema) -> Mapping[str, str]:
 
 
 def shortened(metadata: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Convert metadata to JSON values without the names `without`; long values to checksums."""
+    """Convert metadata to JSON values. Long values become texts with their checksum.
+
+    Args:
+        metadata: The metadata.
+        without: Names that are left out.
+    """
     return {
         str(name): _shortened(plain(value))
         for name, value in metadata.items()

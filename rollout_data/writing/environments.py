@@ -19,21 +19,22 @@ from storage.core.memory import as_given, on_host
 from storage.errors import FieldTypeError, SchemaError, UsageError
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
-#: Keys of final observations in infos. The next two tuples are keys of the privileged part of final
-#: observations, and of time-outs.
+#: Keys of final observations in infos.
 FINAL = ("final_observation", "final_observations", "final_obs", "terminal_observation")
+#: Keys of the privileged part of final observations in infos.
 FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
+#: Keys of time-out flags in infos.
 TIME_OUTS = ("time_outs", "TimeLimit.truncated")
 _PRIVILEGED_GROUPS = ("critic", "privileged")
-#: Attributes by which envs of rsl_rl, legged_gym and Isaac Lab are recognized. They reset in the
-#: step in which an episode ends. `time_outs` is no such sign, since other tasks of Isaac Gym have
-#: it and reset one step later.
+#: Attributes by which envs of rsl_rl, legged_gym and Isaac Lab are recognized. These envs reset in
+#: the step in which an episode ends. They also report `time_outs`, but so do tasks of Isaac Gym
+#: that reset one step later.
 _SAME_STEP_ATTRIBUTES = ("get_observations", "get_privileged_observations", "episode_length_buf")
 _SAME_STEP_INFOS = {*FINAL, "final_info"}
 
 
 class Simulator:
-    """A batch of N environments, whose results are converted to one form.
+    """A batch of N environments, and the conversion of their results to values to record.
 
     Arguments are as in `RecordingWrapper`. A single `gymnasium.Env` is a batch of one env: only
     recorded values get an axis for envs.
@@ -129,7 +130,8 @@ class Simulator:
             return None
         if self._is_single:
             return {}
-        if isinstance(_attribute(self.env, "auto_reset"), bool):  # ManiSkill expects indices.
+        # ManiSkill has this attribute. Its `reset` expects indices, and gymnasium's a mask.
+        if isinstance(_attribute(self.env, "auto_reset"), bool):
             return {"options": {"env_idx": self._as_env(np.flatnonzero(self.is_over))}}
         return {"options": {"reset_mask": self._as_env(self.is_over.copy())}}
 
@@ -137,9 +139,9 @@ class Simulator:
         """Parse the result of `step()`.
 
         Returns:
-            Values for `RolloutWriter.add`; which episodes end, bool `[N]`; and the infos as one
-            mapping. If some of the ending episodes have no final observation, the values contain
-            `lacks_final`, bool `[N]`.
+            Values for `RolloutWriter.add`; whether the episode of each env ends, bool `[N]`; and
+            the infos as one mapping. If only some ending episodes have a final observation, the
+            values also contain `lacks_final`: whether it is missing for each env, bool `[N]`.
 
         Raises:
             UsageError: The result has another form, the env needs a reset, or the autoreset mode is
@@ -304,9 +306,9 @@ def time_out_flags(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
 
 
 def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
-    """Return `[N]` bool: whether each env has a value for a key, by gymnasium's mask "_<key>".
+    """Return `[N]` bool: whether each env has a value for the key `name` of infos.
 
-    Without a mask, all envs have a value.
+    Gymnasium states this in a mask with the key "_<name>". Without a mask, all envs have a value.
     """
     mask = infos.get("_" + name)
     if mask is None:
@@ -344,7 +346,7 @@ def _check_time_outs(name: str, values: Any, mask: np.ndarray, num_envs: int) ->
 
 
 def _are_flags(values: np.ndarray) -> np.ndarray:
-    """Return which values are valid flags (numbers that are not NaN), bool."""
+    """Return a bool array: whether each value is a valid flag, a number that is not NaN."""
     return ~np.isnan(values) if values.dtype.kind in "biuf" else np.zeros(values.shape, bool)
 
 
@@ -385,7 +387,7 @@ def _leaf(tree: Any) -> Any:
 
 
 def _attribute(env: Any, name: str) -> Any:
-    """Return an attribute of an env or, if it has none, of the unwrapped env; None if missing."""
+    """Return an attribute of an env, or of the unwrapped env. The result is None if both lack it."""
     value = getattr(env, name, None)
     if value is None:
         value = getattr(getattr(env, "unwrapped", None), name, None)
@@ -393,13 +395,13 @@ def _attribute(env: Any, name: str) -> Any:
 
 
 def _critic(infos: Any) -> Any:
-    """Return the observation group "critic" in the extras of rsl_rl; None if there is none."""
+    """Return `infos["observations"]["critic"]`, the privileged observation of rsl_rl, or None."""
     groups = infos.get("observations") if isinstance(infos, Mapping) else None
     return groups.get("critic") if isinstance(groups, Mapping) else None
 
 
 def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
-    """Return a dict with `observation` and, if there is one, `privileged_observation`.
+    """Build the fields `observation` and, if there is one, `privileged_observation` of a record.
 
     The groups "critic" and "privileged" of an observation become the privileged observation.
     """
@@ -428,9 +430,9 @@ def final_rows(
         done: Whether the episode of each env ended, bool `[N]`.
 
     Returns:
-        Final observations (of all envs, or only of envs with a final observation), their
-        privileged part, and which envs ended without a final observation, bool `[N]`. Missing
-        values are None.
+        The final observations, their privileged part, and whether each env ended without a final
+        observation, bool `[N]`. The first two have one row per env, or only rows for envs with a
+        final observation. They are None if they are missing.
 
     Raises:
         SchemaError: Final observations or their mask are not of N envs, or have another structure.
@@ -443,7 +445,8 @@ def final_rows(
     if isinstance(finals, tuple) and not (
         isinstance(like, dict) and like.keys() == _named(finals).keys()
     ):
-        finals = list(finals)  # The tuple has an item per env, not per part of a `spaces.Tuple`.
+        # The observation is no such tuple, so the items belong to envs, not to a `spaces.Tuple`.
+        finals = list(finals)
     if _is_listed(finals):
         if len(finals) != len(done):
             raise SchemaError(
@@ -467,13 +470,18 @@ def _is_listed(value: Any) -> bool:
 
 
 def _rows(finals: Any, like: Any, env_ids: np.ndarray) -> Any:
-    """Stack the items of `env_ids` in lists with one item per env; return batched values unchanged.
+    """Convert final observations to arrays with rows, in the structure of the observations.
 
-    The result has the structure of `like`.
+    Args:
+        finals: A list with one item per env, whose items `env_ids` are stacked; arrays with a row
+            per env, which are returned unchanged; or a mapping of groups to such values.
+        like: Observations.
+        env_ids: Envs with a final observation.
     """
     if _is_listed(finals):
         return _stacked([_named(finals[env]) for env in env_ids], like)
-    # Without groups, the values are observations of the policy, of which there is no other part.
+    # Observations without groups belong to the policy. Final observations may still have groups,
+    # which `Simulator.read` then separates.
     if not isinstance(like, dict) or not isinstance(finals, dict):
         return finals
     return {key: _rows(finals[key], item, env_ids) for key, item in like.items() if key in finals}
@@ -545,7 +553,11 @@ def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:
     """Convert actions to arrays with the dtype of a space.
 
-    If the space is of all envs (`is_of_all`), the arrays also get its shape.
+    Args:
+        value: Actions of all envs.
+        space: An action space of gymnasium; None converts the actions to arrays only.
+        is_of_all: Whether it is the space of the actions of all envs. Then the arrays also get its
+            shape. Otherwise it is the space of a single env.
     """
     if space is None:
         return mapped(lambda item: np.array(on_host(item)), value)

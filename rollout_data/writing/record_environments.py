@@ -281,7 +281,8 @@ def record_demonstrations(
             if num_frames >= frames_goal and num_trajectories >= trajectories_goal:
                 break
             observation, *_ = recorder.call("step", simulator.executed(act(observation)))
-            writer.settle()  # Waits for the GPU, since the loop needs the ends of this step.
+            # Wait for values on a GPU: the loop must know which episodes end in this step.
+            writer.settle()
             reset_arguments = simulator.reset_arguments
             if reset_arguments is not None:
                 observation, *_ = recorder.call("reset", **reset_arguments)
@@ -344,8 +345,9 @@ class _Recorder:
         self._sum_of_rewards = 0.0
         self._num_ended = 0
         self._num_dropped_in_a_row = 0
-        #: Number of steps with tensors on a GPU so far, and number of the last one recorded.
+        #: Number of steps so far that had tensors on a GPU. Such a step is recorded by a later call.
         self._num_late = 0
+        #: Number of the step with tensors on a GPU that was recorded last, counted from 1.
         self._last_recorded_late = 0
         #: Observations on which the next recorded step acts; empty if they are unknown.
         self._before = simulator.seen
@@ -382,7 +384,9 @@ class _Recorder:
         elif not name.endswith("_async"):
             try:
                 self.writer.settle()
-            finally:  # Also after an error of an earlier step, since the env was reset.
+            finally:
+                # The env was reset, so the reset is recorded even if `settle` raises an error
+                # about an earlier step.
                 self._record_reset(name, result)
         return result
 
@@ -399,7 +403,10 @@ class _Recorder:
         self._fresh = self.simulator.seen
 
     def _record_step(self, result: Any) -> None:
-        """Record the result of a step; if it has tensors on a GPU, after they are on the host."""
+        """Record the result of a step.
+
+        A result with tensors on a GPU is recorded by a later call, after its copy to the host.
+        """
         fresh = self._fresh
         self._fresh = {}
         *values, infos = result
@@ -414,22 +421,31 @@ class _Recorder:
             return
         try:
             self.writer.settle()
-        finally:  # Also after an error of an earlier step, so that no frame is missing.
+        finally:
+            # The step is recorded even if `settle` raises an error about an earlier step.
+            # Otherwise a frame would be missing.
             self._add(step)
 
     def _add_late(self, number: int, step: tuple[dict[str, Any], Any, Any]) -> None:
-        """Record a step from a GPU, restoring the state if a Ctrl-C interrupts the call.
+        """Record a step whose tensors were copied from a GPU.
 
-        After a Ctrl-C, the writer calls this function again with the same `number`.
+        If a Ctrl-C interrupts this call, the writer calls it again with the same arguments.
+        Therefore the attributes of the recorder and of the simulator are restored.
+
+        Args:
+            number: Number of the step among the steps with tensors on a GPU, counted from 1.
+            step: Arguments of `_add`.
         """
-        if number == self._last_recorded_late:  # Recorded before the Ctrl-C.
+        # The interrupted call had recorded the step completely.
+        if number == self._last_recorded_late:
             return
         parts = (self, self.simulator)
         states = [{name: _copied(value) for name, value in vars(part).items()} for part in parts]
         try:
             self._add(step)
             self._last_recorded_late = number
-        except Exception:  # The step is refused, and is not recorded again.
+        except Exception:
+            # The step is invalid. The writer reports the error and does not repeat this call.
             raise
         except BaseException:
             for part, state in zip(parts, states, strict=True):
@@ -505,7 +521,8 @@ class _Recorder:
             record["success"] = self._kept_episodes(record, done, success, has_flag)
         self._clear(done)
         lacks_final = record.pop("lacks_final", None)
-        # A record has final observations of all its ends or of none, so record two parts.
+        # In a record, either all ending episodes have a final observation or none. So the envs
+        # without a final observation are recorded first, and the other envs in a second record.
         if lacks_final is not None:
             without_finals = {
                 name: value for name, value in record.items() if not name.startswith("final_")
@@ -528,14 +545,16 @@ class _Recorder:
     def _success_flags(
         self, done: np.ndarray, infos: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a pair of arrays, bool `[N]` each, about the success flags of envs.
+        """Read the success flag of each env from infos.
 
-        The first is whether the flag is true, the second whether the env has a flag.
+        Returns:
+            Whether the flag of each env is true, and whether each env has the flag; bool `[N]`
+            each.
         """
         success, has_flag = info_flags(infos, self._names, len(done))
         final_infos = infos.get("final_info")
         if final_infos is not None:
-            # If an episode ended, only `final_info` belongs to it; other infos belong to the next.
+            # The flags of ended episodes are in `final_info`. Other infos belong to the next episode.
             final_success, has_final_flag = info_flags(joined(final_infos), self._names, len(done))
             success = np.where(done, final_success, success)
             has_flag = np.where(done, has_final_flag, has_flag)
@@ -544,7 +563,13 @@ class _Recorder:
     def _kept_episodes(
         self, record: Mapping[str, Any], done: np.ndarray, success: np.ndarray, has_flag: np.ndarray
     ) -> np.ndarray:
-        """Return `[N]` bool: whether the episode of each env ends in this step and is kept."""
+        """Decide which episodes to keep: `[N]` bool, False for envs whose episode does not end.
+
+        Args:
+            record: Values of the step, as `Simulator.read` returns them.
+            done: Whether the episode of each env ends in this step, bool `[N]`.
+            success, has_flag: As returned by `_success_flags`.
+        """
         self._has_succeeded |= success & record.get("env_mask", True)
         self._knows_success |= bool(has_flag.any())
         is_kept = np.zeros(len(done), bool)
@@ -563,10 +588,7 @@ class _Recorder:
         return is_kept
 
     def _clear(self, is_over: np.ndarray) -> None:
-        """Reset the lengths and sums of the envs whose episode is over.
-
-        `is_over` is bool `[N]`.
-        """
+        """Reset length, rewards, success and task of the envs in `is_over`, bool `[N]`."""
         self._lengths[is_over] = 0
         self._rewards[is_over] = 0
         self._has_succeeded[is_over] = False
@@ -577,9 +599,12 @@ class _Recorder:
 
         Args:
             infos: Infos of the step.
-            num_dropped: Number of episodes that ended in the step; 0 if one of them is kept.
+            num_dropped: Number of episodes that ended in the step; 0 if an episode is kept.
         """
-        self._num_dropped_in_a_row = num_dropped and self._num_dropped_in_a_row + num_dropped
+        if num_dropped:
+            self._num_dropped_in_a_row += num_dropped
+        else:
+            self._num_dropped_in_a_row = 0
         can_succeed = self._knows_success or not self._success_only
         limit = self._limit if can_succeed else min(self._limit, self._default_limit)
         if self._num_dropped_in_a_row < limit or (can_succeed and self._has_warned):

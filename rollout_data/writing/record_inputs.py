@@ -1,8 +1,8 @@
 """Conversion of records of many types to values by name.
 
 Records are dicts, named tuples, dataclasses, objects, batches or storages. Names of other libraries
-are translated to the names of this library. Fields that batches add to the recorded fields are
-removed. `rollout_records.py` checks the values.
+are translated to the names of this library. Values that can be derived from recorded frames, such
+as next observations, are left out. `rollout_records.py` checks the values.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _DERIVED = dict.fromkeys(
     ("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS
 )
 _DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
-#: Names of values in storages of other libraries that are not recorded, since their shapes differ
-#: from fields. A keyword of this name is recorded as a field.
+#: Names of values in storages of other libraries that are left out, since they do not have the shape
+#: of a field. They are recorded only if the user passes them as keywords.
 _CARRIED = {"hidden_states"}
 _NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "extras", "next"}
 
 
 def is_taken(name: str) -> bool:
-    """Return whether a name has a meaning in records, so that no extra field may have it."""
+    """Return whether a name is reserved in records, so that an extra field cannot have it."""
     return name in _NOT_OURS or name in _OTHER_NAMES or name in Transition._fields
 
 
@@ -65,8 +65,8 @@ def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
     Names of other libraries are translated, such as "actions" to "action". None values are left
-    out. Next observations and other values that follow from the frames are left out, with a
-    warning if they are keywords. Infos are returned unchanged.
+    out. Next observations and `is_first` are left out, since they can be derived from the frames;
+    a warning is given if they are keywords. Infos are returned unchanged.
 
     Raises:
         UsageError: A value is passed twice, or it is unclear whether `done` of a batch marks first
@@ -99,10 +99,10 @@ def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any
 
 
 def _with_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Flatten torchrl's nested mapping "next" to names "next/...".
+    """Flatten torchrl's nested mapping `values["next"]` to names "next/...".
 
-    Flags of ends inside "next" belong to this step. Flags outside belong to the previous step and
-    are then left out.
+    In torchrl, `values["next"]["done"]` is the flag of this step, and `values["done"]` the flag of
+    the previous step. If the former exists, the latter is left out.
     """
     if not isinstance(values.get("next"), Mapping):
         return values
@@ -160,10 +160,10 @@ def _items_of(transition: Any) -> dict[str, Any]:
 
 
 def _recorded_done(batch: Transition) -> Any:
-    """Return the recorded `done` of a batch: True only at ends of trajectories.
+    """Return the flag `done` of a batch as it was recorded: True only at ends of trajectories.
 
-    In batches of a `RolloutDataset`, `done` is also True at first frames. A first frame that is
-    also a last frame stays True.
+    A `RolloutDataset` also sets `done` at first frames. These flags are removed, except at first
+    frames that are also last frames.
 
     Raises:
         SchemaError: A flag has another shape than `done`.
@@ -179,16 +179,18 @@ def _recorded_done(batch: Transition) -> Any:
             flag = as_given(value)
             if flag.numel() != done.numel():
                 raise SchemaError(
-                    f"flag {name!r} has shape {tuple(flag.shape)}, expected {tuple(done.shape)} as "
-                    "of 'done'."
+                    f"flag {name!r} has shape {tuple(flag.shape)}, expected {tuple(done.shape)}, "
+                    "the shape of 'done'."
                 )
             flags[name] = flag.to(done.device, torch.bool).reshape(done.shape)
     if "is_last" in flags:
         return done.masked_fill(flags["is_first"] & ~flags["is_last"], 0)
     is_unclear = done.bool() & flags["is_first"]
-    if "timeout" in flags:  # A frame with a time-out is an end, not only a first frame.
+    if "timeout" in flags:
+        # A time-out shows that the frame is an end.
         is_unclear &= ~flags["timeout"]
-    if "valid" in flags:  # An invalid entry is no frame, so its mark does not matter.
+    if "valid" in flags:
+        # Invalid entries are not recorded, so their flags have no effect.
         is_unclear &= flags["valid"]
     if is_unclear.any():
         raise UsageError(
@@ -201,7 +203,9 @@ def _recorded_done(batch: Transition) -> Any:
 def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     """Convert the filled steps of a `RolloutStorage` to a mapping, in the order of time.
 
-    `include` contains names of additional fields. Other transitions are returned unchanged.
+    Args:
+        transition: A storage, or any other record, which is returned unchanged.
+        include: Names of fields of the storage to add to the usual fields.
     """
     include = arguments.names("include", include)
     if not hasattr(transition, "num_transitions_per_env") or not hasattr(

@@ -1,8 +1,9 @@
 """`prune`: deletion of blocks that contain only old trajectories.
 
 Of each writer, the oldest blocks are deleted first. A trajectory therefore loses its first frames
-first, and readers skip trajectories without their first frames. A fragment which states that a
-trajectory was dropped is in a later block.
+first, and readers skip trajectories without their first frames. The fragment which states that a
+trajectory was dropped comes after its frames. It is therefore never deleted before them, and a
+dropped trajectory cannot reappear.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def prune(
     Args:
         data_dir: Data folder.
         trajectories: Maximum number of complete trajectories to keep.
-        frames: Maximum number of frames to keep, in complete trajectories.
-        bytes: Maximum bytes of block files to keep, in complete trajectories.
+        frames: Maximum number of frames to keep, counted in complete trajectories.
+        bytes: Maximum bytes of block files to keep, counted in complete trajectories.
         dry_run: Return the files without deleting them.
         progress: Show a progress bar.
 
@@ -124,7 +125,10 @@ def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) 
 
 
 def _delete(data_dir: Path, paths: list[Path], progress: bool) -> None:
-    """Delete blocks and rewrite the index cache; a conversion record gets a line about it."""
+    """Delete blocks and rewrite the index cache.
+
+    If the folder is the target of a conversion, its record states that they are removed on purpose.
+    """
     if paths:
         note_replaced(data_dir, paths)
     for path in tqdm(paths, desc="prune", unit=" blocks", disable=not progress):

@@ -60,7 +60,8 @@ class Rollout:
         policy_version: int64 `[T, N]`, or one number for all frames.
         finals: Maps fields of final observations to stored values `[k, *shape]`: a row for each
             frame with `HAS_FINAL`, in the order of time, then env. None without final observations.
-        max_errors: Maps fields with a lossy codec to the largest absolute error.
+        max_errors: Maps fields with a lossy codec to the largest absolute error that the encoding
+            of this record has caused.
         notes: Metadata of episodes, and texts of frames.
     """
 
@@ -73,7 +74,7 @@ class Rollout:
     notes: StepNotes = NO_NOTES
 
     def steps(self, start: int, stop: int) -> Rollout:
-        """Return steps `start:stop` as views; `max_errors` still includes all steps."""
+        """Return steps `start:stop` as views. `max_errors` remains the error of all steps."""
         num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
         version = self.policy_version
         finals = self.finals
@@ -135,7 +136,8 @@ class RolloutReader:
         num_envs: Number of envs, N.
         obs_segments, obs_disassemble_mapping: As in `RolloutWriter`.
         success_only: Whether `success` in a record decides which ending trajectories to keep.
-        needed: Names that every record must have: fields, or parts of names before the first "/".
+        needed: Names that every record must have, such as "observation". Components below this
+            name, such as "observation/joint_pos", also count.
 
     Attributes:
         schema: Fields of all records; None until the writer sets it after the first record.
@@ -174,8 +176,8 @@ class RolloutReader:
             record: Values by name, as `merged_values` returns them: `[N, ...]` for a single step,
                 otherwise `[T, N, ...]`.
             is_step: Whether the record is a single step.
-            has_final: Whether the final observations contain a row for each ending trajectory,
-                bool `[T, N]`; None means all.
+            has_final: Whether the trajectory that ends at a frame has a final observation, bool
+                `[T, N]`; None means that all have one.
 
         Raises:
             SchemaError: The fields, a shape, a dtype or the leading size differ from the schema.
@@ -345,15 +347,28 @@ def _is_text_leaf(value: Any) -> bool:
 
 
 def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of final texts: `lead` if they are of all frames, `(k,)` if of k ends."""
+    """Return the shape that ids of final texts must have.
+
+    Args:
+        texts: One text, a text for each frame, or a text for each of the k ends of trajectories.
+        lead: Leading shape of the record.
+
+    Returns:
+        `(k,)` for texts of k ends, otherwise `lead`.
+    """
     shape = np.shape(np.array(texts, object))
     return shape if shape and shape != (*lead, 1) else lead
 
 
 def _leaves(values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
-    """Flatten the values of a record; return numeric values by name, add text values to `texts`.
+    """Flatten the values of a record and convert numeric values to arrays or tensors.
 
-    None values are left out.
+    Args:
+        values: Values by name, which may be nested mappings.
+        texts: Output mapping, to which text values are added by flat name.
+
+    Returns:
+        Numeric values by flat name. None values are left out.
     """
     result: dict[str, Leaf] = {}
     for name, value in values.items():
@@ -489,21 +504,30 @@ def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarra
 
 
 def _kept(success: Any, marks: np.ndarray) -> np.ndarray:
-    """Convert `success` of a record to bool `[T, N]`. It may be None if no trajectory ends."""
+    """Check the value `success` of a record and convert it to bool `[T, N]`.
+
+    `success` may be None if no trajectory ends in the record.
+    """
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
     flags = np.zeros(0) if success is None else _truth("success", _leaf("success", success))
     if flags.size != marks.size:
         problem = f"success has shape {flags.shape}" if flags.size else "success is missing"
         raise SchemaError(
-            f"{problem}. With success_only, pass success of shape {marks.shape[1:]} for each "
-            "step, True for trajectories to keep."
+            f"{problem}. A writer with success_only expects a flag for each environment in each "
+            f"step, shape {marks.shape[1:]}: True if the ending trajectory shall be kept."
         )
     return flags.reshape(marks.shape)
 
 
 def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
-    """Encode the values of a field to an array on the host; add the largest error to `errors`."""
+    """Encode the values of a field to an array on the host.
+
+    Args:
+        field: The field.
+        leaf: Its values.
+        errors: Output mapping: the largest error that a lossy codec causes in each field.
+    """
     if type(leaf) is np.ndarray and field.codec == "raw":
         return leaf
     codec = codec_of(field)

@@ -158,7 +158,8 @@ class RolloutWriter(Shown, Owned):
         )
         self._infos = InfoReader(self.num_envs)
         self._late_steps = LateCopies()
-        #: While a step from a GPU is recorded, the time of its next record in ns; otherwise None.
+        #: Time in ns for the next record of the step from a GPU that is being recorded. None while
+        #: no such step is being recorded.
         self._late_ns: int | None = None
         #: Time in ns that was assigned to the last step from a GPU.
         self._last_late_ns = 0
@@ -185,7 +186,8 @@ class RolloutWriter(Shown, Owned):
                 frames_per_chunk=chunk,
                 retention=limits,
             )
-        except BaseException:  # Also after a Ctrl-C, since an open journal reserves the name.
+        except BaseException:
+            # An open journal would reserve the writer's name, so it is closed after a Ctrl-C too.
             self._journal.close()
             raise
         self._owner = self._publisher.owner
@@ -301,7 +303,7 @@ class RolloutWriter(Shown, Owned):
         """Record T steps of all envs. Arguments are as in `add`, with shape `[T, N, ...]`.
 
         Args:
-            transition: In addition, a `storage.RolloutStorage` or a batch of a `RolloutDataset`
+            transition: As in `add`, or a `storage.RolloutStorage` or a batch of a `RolloutDataset`
                 (see `Transition` for limits). All filled steps of a storage are recorded, with
                 declared `policy_outputs`. A second call records the same steps again.
             final_observation: `[T, N, ...]`, or `[k, ...]` for the k trajectories that end, in the
@@ -376,12 +378,14 @@ class RolloutWriter(Shown, Owned):
                     self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                     self._hand_over()
                     self._is_ended = True
-            except Exception:  # Not after a Ctrl-C, so that the next call can publish the steps.
+            except Exception:
+                # A Ctrl-C is not caught here: the next call of `close` then publishes the steps.
                 self._leave_folder()
                 raise
             self._leave_folder()
             self._publisher.check()
-        except RolloutDataError as error:  # No later call can raise the errors of late steps.
+        except RolloutDataError as error:
+            # This is the last call, so it also reports the errors of steps from a GPU.
             error.message += "".join(f" {late_error}" for late_error in self._late_errors)
             raise
         self._raise_late_errors()
@@ -458,7 +462,9 @@ class RolloutWriter(Shown, Owned):
             return
         try:
             self.settle()
-        finally:  # Also after an error of an earlier step, so that no frame is missing.
+        finally:
+            # The record is stored even if `settle` raises an error about an earlier step.
+            # Otherwise a frame would be missing.
             self._record(values, is_step)
 
     def _record_arrived(self, values: Mapping[str, Any]) -> None:
@@ -466,21 +472,24 @@ class RolloutWriter(Shown, Owned):
         self._record(dict(values), is_step=True)
 
     def record_late(self, values: Any, record: Callable[[Any], None]) -> None:
-        """Copy the values of a step from a GPU without waiting; a later call records them.
+        """Start to copy the values of a step from a GPU to the host, without waiting.
+
+        A later call of `add` or of another method calls `record` with the copied values. Steps are
+        recorded in the order of these calls.
 
         Args:
             values: Nested mappings, lists and tuples with tensors on a GPU.
-            record: Function that is called with the values on the host, before later steps are
-                recorded. The tensors are reused after the call. `record` may call `add` at most
-                twice. After a Ctrl-C it is called again; steps that it has added are not added
-                twice.
+            record: Function that gets the values on the host and calls `add` at most twice. It must
+                copy tensors that it keeps. If a Ctrl-C interrupts it, it is called again; records
+                that it has added are not added twice.
         """
         self._check_usable()
         try:
             self._record_late_steps(wait=False)
             self._raise_late_errors()
-        finally:  # Also after an error of an earlier step, so that no frame is missing.
-            # Each step reserves two times, since it may consist of two records.
+        finally:
+            # The step is copied even if an error about an earlier step is raised. Otherwise a frame
+            # would be missing. It reserves two time stamps, since `record` may add two records.
             self._last_late_ns = max(self._last_late_ns + 2, self._newest_ns() + 1, time.time_ns())
             self._late_steps.send(values, (record, self._last_late_ns))
 
@@ -494,7 +503,8 @@ class RolloutWriter(Shown, Owned):
             if isinstance(error, RolloutDataError):
                 error.message += " The step was passed to an earlier call."
             raise
-        else:  # Not in `finally`: after a Ctrl-C, the next call records the step.
+        else:
+            # A Ctrl-C does not release the step, so that the next call records it.
             self._late_steps.release()
         finally:
             self._late_ns = None
@@ -502,7 +512,8 @@ class RolloutWriter(Shown, Owned):
     def settle(self) -> None:
         """Wait for all pending copies from a GPU and record these steps; raise their errors."""
         self._owner.check()
-        if self._late_ns is not None:  # This is a nested call, while such a step is recorded.
+        # `record` of `record_late` has called this method. The outer call records the other steps.
+        if self._late_ns is not None:
             return
         self._record_late_steps(wait=True)
         self._raise_late_errors()
@@ -533,7 +544,9 @@ class RolloutWriter(Shown, Owned):
             steps = "Another step was" if len(others) == 1 else f"{len(others)} other steps were"
             texts = " ".join(getattr(other, "message", str(other)) for other in others)
             first.message += f" {steps} refused too: {texts}"
-        elif others:  # An error of the caller's function. A later call raises the others.
+        elif others:
+            # `first` is an error of the caller's function, to which no text is added. Later calls
+            # raise the other errors.
             self._late_errors = others
         raise first
 
@@ -548,7 +561,8 @@ class RolloutWriter(Shown, Owned):
         late_ns = self._late_ns
         if late_ns is not None:
             self._late_ns = late_ns + 1
-            if self._newest_ns() >= late_ns:  # Already staged before a Ctrl-C.
+            # A Ctrl-C has interrupted `record` after this record was staged.
+            if self._newest_ns() >= late_ns:
                 return
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(

@@ -1,9 +1,9 @@
-"""Staging memory for the frames of the next block, and the fragments, rows and counts in it.
+"""`Staging`: memory for the frames of the next block, and their division into fragments.
 
 `Staging.put` copies steps in the order in which they arrive, so the caller waits as little as
 possible. The background thread gathers the rows of each trajectory when it writes the block.
 Fragments are computed from one byte per frame by array operations, without a Python loop over envs
-or frames.
+or frames. A position `env * T + t` counts the frames of T steps env by env.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .rollout_records import (
     numbers,
 )
 
-#: Maximum fraction of rows in a block that belong to no fragment. If there are more, all such rows
-#: are left out.
+#: Maximum fraction of rows that belong to no fragment, since an env had no frame or its trajectory
+#: was dropped. Up to this fraction they are written, which is faster than to leave them out.
 MAX_UNUSED_PART = 0.25
 #: Maximum bytes of staging memory for one block.
 MAX_STAGED_BYTES = 4 << 30
@@ -56,7 +56,7 @@ _COUNTED_FRAMES = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Carry:
-    """The unfinished trajectory of each of N envs at the end of a block, to continue in the next.
+    """State between two blocks: the unfinished trajectory of each of N envs.
 
     Attributes:
         trajectory: Number of the unfinished trajectory, int64 `[N]`; -1 if there is none.
@@ -202,7 +202,7 @@ class Staging:
             fragments["flags"] |= TENTATIVE
         sums = self._reward_sums(fragments)
         notes = self._notes_of_block([(start, notes) for start, *_, notes in rollouts], fragments)
-        # Fragments without a last frame have index -1, which is the additional last element.
+        # Fragments of length 0 have `final_row` -1. It selects the additional last element, -1.
         place_of = np.full(used * self.num_envs + 1, -1)
         place_of[final_keys] = np.arange(len(final_keys))
         fragments["final_row"] = place_of[fragments["final_row"]]
@@ -227,7 +227,7 @@ class Staging:
     def _notes_of_block(
         self, parts: list[tuple[int, StepNotes]], fragments: np.ndarray
     ) -> dict[str, list[tuple[int, bytes]]]:
-        """Return the annotations of the block: metadata by trajectory number, and texts by id.
+        """Build the annotations of the block: metadata by trajectory number, and texts by id.
 
         Metadata of a step that is in no fragment belong to a dropped trajectory. They are left out.
 
@@ -259,7 +259,8 @@ class Staging:
         """Concatenate the final observations of all rollouts.
 
         Returns:
-            Maps fields to values `[k, *shape]`, and the frame of each, as `env * num_steps + step`.
+            Maps fields to the k final observations, `[k, *shape]`; and the position of the frame
+            before each, as `env * num_steps + step`.
         """
         keys = [np.zeros(0, np.int64)]
         for start, _ in parts:
@@ -306,10 +307,10 @@ class Staging:
         return sums
 
     def _used_places(self, fragments: np.ndarray) -> np.ndarray:
-        """Renumber the rows of fragments without unused rows.
+        """Leave out rows that belong to no fragment, and change `fragments["row"]` accordingly.
 
         Returns:
-            Position in the staging memory of each remaining row, int64 `[k]`.
+            Position in the staging memory of each of the k remaining rows, int64 `[k]`.
         """
         length = fragments["length"]
         new_row = np.cumsum(length) - length
@@ -319,7 +320,7 @@ class Staging:
         return step * self.num_envs + env
 
     def count(self, tally: Tally) -> None:
-        """Add the steps that were not counted yet to a tally."""
+        """Add the frames of all steps to `tally`, without the steps that were added before."""
         while self.num_counted < self.num_steps:
             start = self.num_counted
             stop = min(start + max(1, _COUNTED_FRAMES // self.num_envs), self.num_steps)
@@ -335,9 +336,10 @@ class _Rows:
     Args:
         layout: Layout of the table.
         column: The column.
-        values: Maps fields to values. Without `places`, `[T, N, *shape]`, read env by env;
-            otherwise `[R, *shape]`.
-        places: Positions in `values` of the k rows, int64 `[k]`; None reads all values.
+        values: Maps fields to values: `[T, N, *shape]` if `places` is None, otherwise
+            `[R, *shape]`.
+        places: Position in `values` of each row of the column, int64 `[k]`. If None, the column has
+            T * N rows: all values, env by env.
     """
 
     def __init__(
@@ -362,7 +364,8 @@ class _Rows:
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         """Copy rows `start:stop` to `out`, uint8 `[stop - start, row_bytes]`, and return it."""
-        if self._has_gaps:  # Otherwise padding would write old memory content to the file.
+        if self._has_gaps:
+            # Padding bytes would otherwise contain old values of this memory.
             out[:] = 0
         for offset, values in self._fields:
             rows = np.ndarray(stop - start, values.dtype, out, offset, (self.row_bytes,))
@@ -370,7 +373,7 @@ class _Rows:
                 rows[:] = values[self._places[start:stop]]
                 continue
             row = start
-            # A part is the rest of an env's steps, or several envs with all their steps.
+            # Each turn copies either several envs with all their steps, or some steps of one env.
             while row < stop:
                 env, step = divmod(row, self._num_steps)
                 num_envs = (stop - row) // self._num_steps if step == 0 else 0
@@ -404,16 +407,18 @@ def cut(
 
     Args:
         bits: Marks of the frames, uint8 `[N, T]`: `PRESENT`, and flags if the trajectory ends.
-        early_flags: Flags of unfinished trajectories that end before the first frame, uint8 `[N]`.
+        early_flags: Flags of trajectories that were unfinished at the end of the previous block,
+            and end without a further frame, uint8 `[N]`.
         versions: Policy versions, int64 `[N, T]`, or one number for all.
         times_ns: Time of each step in ns since the epoch, int64 `[T]`.
         carry: Unfinished trajectories at the end of the previous block.
 
     Returns:
-        The fragments, `[F]` of `FRAGMENT_DTYPE`, and the unfinished trajectories at the end. `row`
-        is `env * T + t` of the first frame. `final_row` is `env * T + t` of the last frame, or -1
-        without frames. Fragments of dropped trajectories are left out. If a dropped trajectory has
-        published fragments, it gets a `DROPPED` fragment of length 0.
+        The fragments, `[F]` of `FRAGMENT_DTYPE`, and the unfinished trajectories at the end of the
+        block. `row` is the position `env * T + t` of the first frame of a fragment. `final_row` is
+        the position of its last frame, or -1 if it has length 0; the caller replaces it by the row
+        of the final observation. Fragments of dropped trajectories are left out. A dropped
+        trajectory that began in an earlier block gets a `DROPPED` fragment of length 0.
     """
     num_steps = bits.shape[1]
     early, carry = _end_carried(early_flags, carry)
@@ -422,7 +427,8 @@ def cut(
         return early, carry
     env, step = np.divmod(first, num_steps)
     flags = bits.reshape(-1)[last]
-    is_head = np.append(True, env[1:] != env[:-1])  # Whether it is the first fragment of its env.
+    # Whether each fragment is the first of its env, and whether a trajectory starts with it.
+    is_head = np.append(True, env[1:] != env[:-1])
     is_new = np.append(True, (flags[:-1] & ENDS) > 0)
     is_new[is_head] = carry.trajectory[env[is_head]] < 0
     # Group the fragments of this block by trajectory. `heads` is the first fragment of each group.
@@ -431,6 +437,7 @@ def cut(
     group_env = env[heads]
     group_is_new = is_new[heads]
     trajectories = np.where(group_is_new, -1, carry.trajectory[group_env])
+    # New trajectories are numbered by the time of their first frame, then by env.
     started = np.flatnonzero(group_is_new)
     started = started[np.lexsort((group_env[started], step[heads[started]]))]
     trajectories[started] = carry.next_trajectory + np.arange(len(started))
@@ -457,8 +464,8 @@ def cut(
     next_carry = _next_carry(carry, table, carry.next_trajectory + len(started))
 
     is_dropped = np.bitwise_or.reduceat(table["flags"], heads) & DROPPED > 0
-    # If earlier fragments of a dropped trajectory are published, readers need a fragment of length
-    # 0 with the flag `DROPPED`.
+    # Earlier blocks may contain fragments of a dropped trajectory. A fragment of length 0 with the
+    # flag `DROPPED` then makes readers ignore them.
     tombs = heads[is_dropped & ~group_is_new]
     table["length"][tombs] = 0
     table["row"][tombs] = 0
@@ -488,7 +495,9 @@ def _fragment_bounds(bits: np.ndarray, versions: np.ndarray | int) -> tuple[np.n
 
 
 def _end_carried(early_flags: np.ndarray, carry: Carry) -> tuple[np.ndarray, Carry]:
-    """Build fragments of length 0 for unfinished trajectories that end without a further frame.
+    """Build a fragment of length 0 for each trajectory that ends without a further frame.
+
+    A fragment of length 0 states how the trajectory ended. The arguments are as in `cut`.
 
     Returns:
         The fragments, and the carry without these trajectories.
@@ -508,7 +517,13 @@ def _end_carried(early_flags: np.ndarray, carry: Carry) -> tuple[np.ndarray, Car
 
 
 def _next_carry(carry: Carry, table: np.ndarray, next_trajectory: int) -> Carry:
-    """Return the unfinished trajectories after the fragments in `table`, sorted by env."""
+    """Compute the state at the end of a block from its fragments `table`, which are sorted by env.
+
+    Args:
+        carry: State at the end of the previous block.
+        table: The fragments, `[F]` of `FRAGMENT_DTYPE`.
+        next_trajectory: Number for the next new trajectory.
+    """
     tail = table[np.append(table["env"][1:] != table["env"][:-1], True)]
     env = tail["env"]
     trajectory = carry.trajectory.copy()

@@ -1,4 +1,8 @@
-"""`InfoReader`: time-outs and final observations in infos of gymnasium and other libraries."""
+"""`InfoReader`: extracts time-outs and final observations from infos.
+
+Infos are the last value that `step()` of gymnasium returns: a mapping with arrays for all envs, or
+a list with a mapping for each env. Other libraries name them `extras`.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,21 @@ _ENDS = ("done", "terminated", "truncated", "timeout")
 
 
 def are_infos(extras: Any) -> bool:
-    """Return whether `extras` of a record are infos, as in legged_gym and rsl_rl.
+    """Return whether the value `extras` of a record contains infos, as in legged_gym and rsl_rl.
 
-    They are infos if they contain a key for time-outs or final observations.
+    This is the case if it has a key of time-outs or of final observations. Otherwise it is a mapping
+    of additional fields.
     """
-    if isinstance(extras, list):  # A rollout has a list with extras for each step.
+    if isinstance(extras, list):  # The extras of a rollout: one item per step.
         return any(map(are_infos, extras))
     return isinstance(extras, Mapping) and not _RECORDED.isdisjoint(extras)
 
 
 def needed_infos(infos: Any, names: Container[str] = ()) -> Any:
-    """Replace values in infos by None if they are neither recorded nor in `names`.
+    """Replace values of infos that are not needed by None, so that they are not copied from a GPU.
 
-    This also applies to infos in `final_info`. All keys are kept.
+    Needed are time-outs, final observations and the keys `names`, also in `final_info`. All keys
+    remain, since a warning lists the keys that are not recorded.
     """
     if isinstance(infos, Mapping):
         needed = {}
@@ -74,8 +80,8 @@ class InfoReader:
             is_step: Whether the record is a single step.
 
         Returns:
-            The extracted values, and which ends of trajectories have a final observation in them,
-            bool `[T, N]`; None if no end has one.
+            The extracted values; and whether each frame is the end of a trajectory with a final
+            observation in infos, bool `[T, N]`, or None if there is no such frame.
 
         Raises:
             SchemaError: Infos are not of N environments or T steps.
@@ -124,9 +130,9 @@ class InfoReader:
             warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     def _ended(self, values: Mapping[str, Any], num_steps: int) -> np.ndarray | None:
-        """Return `[T, N]` bool: whether a trajectory ends at each frame. None for wrong sizes.
+        """Return `[T, N]` bool: whether a trajectory ends at each frame.
 
-        A later check raises the error for the wrong size.
+        The result is None if a flag has a wrong size. `RolloutReader` then raises the error.
         """
         ended = np.zeros((num_steps, self._num_envs), bool)
         names = ("done",) if values.get("done") is not None else _ENDS
@@ -159,8 +165,8 @@ class InfoReader:
             is_step: Whether the record is a single step.
 
         Returns:
-            The final observations, `[k, ...]` in the order of time, then environment; and which
-            ends have one, bool `[T, N]`, or None if there are no final observations.
+            The final observations, `[k, ...]` in the order of time, then environment; and whether
+            each frame has one, bool `[T, N]`, or None if there are no final observations.
         """
         rows = []
         privileged_rows = []
@@ -205,9 +211,14 @@ class InfoReader:
 
 
 def _listed(infos: Any, observation: Any) -> list[Any]:
-    """Return the infos of a rollout as a list with one item per step; check the length.
+    """Check the infos of a rollout of T steps; return them as a list with one item per step.
 
-    Leaves of the observation have shape `[T, N, ...]`.
+    Args:
+        infos: The argument `infos`.
+        observation: Observations `[T, N, ...]`, or a mapping of such values.
+
+    Raises:
+        SchemaError: `infos` is no list, or has another length than T.
     """
     if isinstance(infos, Mapping) or not _is_list(infos) or not len(infos):
         raise SchemaError(
@@ -244,7 +255,10 @@ def _item(number: int, leaf: Any) -> Any:
 
 
 def _rows_of_ends(is_end: np.ndarray, leaf: Any) -> torch.Tensor:
-    """Select the rows of environments in `is_end`, unless `leaf` only has these rows."""
+    """Return the k rows of the environments in `is_end`, bool `[N]`.
+
+    `leaf` has N rows, from which they are selected, or only these k rows.
+    """
     rows = as_given(leaf).detach().cpu()
     return rows[torch.from_numpy(is_end)] if len(rows) == len(is_end) else rows
 
@@ -252,7 +266,8 @@ def _rows_of_ends(is_end: np.ndarray, leaf: Any) -> torch.Tensor:
 def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: _joined([part[key] for part in parts]) for key in parts[0]}
-    if len({part.dtype for part in parts}) == 1:  # Only torch supports bfloat16.
+    # Equal dtypes are concatenated by torch, since numpy has no bfloat16. Different dtypes are
+    # concatenated by numpy: for int64 and float32, torch would round to float32, numpy uses float64.
+    if len({part.dtype for part in parts}) == 1:
         return torch.cat(list(parts))
-    # torch would round int64 to float32 if another part is float32; numpy uses float64.
     return np.concatenate(list(map(on_host, parts)))

@@ -45,7 +45,10 @@ def file_sum(path: Path) -> FileSum:
 
 
 def checksum_of(descriptor: int, ranges: Iterable[tuple[int, int]]) -> str:
-    """Compute one CRC-32 of several byte ranges (start, size) of a file, as hexadecimal digits."""
+    """Compute the CRC-32 of the concatenation of byte ranges (start, size) of a file.
+
+    The result is a text of 8 hexadecimal digits.
+    """
     checksum = 0
     for start, size in ranges:
         for first in range(start, start + size, _PART_BYTES):
@@ -95,10 +98,11 @@ def changed_file(target: Path, file: Path, change: str) -> UsageError:
 
 
 def sums_from_json(value: Any) -> dict[str, FileSum] | None:
-    """Parse the result of `sums_as_json`.
+    """Parse JSON values about the files of a target, as `sums_as_json` returns them.
 
     Returns:
-        The files; None if the value is invalid, or a file name is outside of the target.
+        Maps file names to sizes, checksums and times. None if the value is invalid, or a file name
+        is outside of the target.
     """
     if not isinstance(value, dict):
         return None

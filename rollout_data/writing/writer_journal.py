@@ -2,7 +2,9 @@
 
 A journal is a small file in the data folder that exists while its writer is open. The writer locks
 the file; the system releases the lock when the process dies. Each `add` updates the journal through
-a memory map, whose content survives a crash of the process, but not of the machine.
+a memory map, whose content survives a crash of the process, but not of the machine. The journal
+counts accepted frames, which `add` has received, and settled frames, which are in a published block
+or were dropped. The difference is the number of frames that a crash loses.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ from ..blocks.write_block import TEMPORARY_PREFIX, block_name
 
 _MAGIC = b"rdjournl"
 _NUMBER = struct.Struct("<q")
-#: Byte offsets of five numbers after the magic: accepted frames, settled frames, time of the last
-#: `add` in ns, sequence number + 1 of the block that is being published, and settled frames after
-#: that block. A settled frame is published or dropped.
-_ACCEPTED, _PUBLISHED, _TIME, _SEQUENCE, _SETTLED = (_NUMBER.size * place for place in range(1, 6))
-_NUM_BYTES = _SETTLED + _NUMBER.size
+# Byte offsets in the file. The magic has the size of one number.
+#: Total number of accepted frames.
+_ACCEPTED = 1 * _NUMBER.size
+#: Total number of settled frames.
+_SETTLED = 2 * _NUMBER.size
+#: Time of the last `add`, ns since the epoch.
+_TIME = 3 * _NUMBER.size
+#: Sequence number + 1 of the block that is being published.
+_SEQUENCE = 4 * _NUMBER.size
+#: Total number of settled frames as soon as this block is published.
+_SETTLED_AFTER = 5 * _NUMBER.size
+_NUM_BYTES = 6 * _NUMBER.size
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -94,13 +103,21 @@ class Journal:
         self._write(_TIME, time_ns)
 
     def announce(self, sequence: int, num_frames: int) -> None:
-        """Write the number of settled frames after block `sequence`. Call it before publishing."""
+        """Write that block `sequence` is about to be published.
+
+        If the writer dies before it calls `publish`, the existence of the block shows whether its
+        frames are settled.
+
+        Args:
+            sequence: Sequence number of the block.
+            num_frames: Total number of settled frames as soon as the block is published.
+        """
         self._write(_SEQUENCE, sequence + 1)
-        self._write(_SETTLED, num_frames)
+        self._write(_SETTLED_AFTER, num_frames)
 
     def publish(self, num_frames: int) -> None:
-        """Write the number of settled frames, after a block was published."""
-        self._write(_PUBLISHED, num_frames)
+        """Write the total number of settled frames, after a block was published."""
+        self._write(_SETTLED, num_frames)
 
     def _write(self, offset: int, number: int) -> None:
         """Overwrite a number. Errors are ignored; a count of lost frames is then less exact."""
@@ -179,11 +196,12 @@ def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
     # An incomplete journal means that the writer died before it accepted a frame.
     if len(data) < _NUM_BYTES or not data.startswith(_MAGIC):
         return DeadWriter(writer, 0, 0)
-    accepted, published, time_ns, sequence, settled = struct.unpack_from("<5q", data, _ACCEPTED)
+    numbers = struct.unpack_from("<5q", data, _ACCEPTED)
+    num_accepted, num_settled, time_ns, sequence, num_settled_after = numbers
     # If this block exists, the writer died after publishing it and before updating the journal.
     if sequence > 0 and (folder / block_name(writer, sequence - 1)).exists():
-        published = max(published, settled)
-    return DeadWriter(writer, max(0, accepted - published), time_ns)
+        num_settled = max(num_settled, num_settled_after)
+    return DeadWriter(writer, max(0, num_accepted - num_settled), time_ns)
 
 
 def _lock(descriptor: int) -> bool:

@@ -146,7 +146,7 @@ def test_recording_a_batch_without_is_last_raises(tmp_path):
             writer.add_rollout(batch)
         with pytest.raises(
             SchemaError,
-            match=r"flag 'is_last' has shape \(2,\), expected \(4, 2\) as of 'done'",
+            match=r"flag 'is_last' has shape \(2,\), expected \(4, 2\), the shape of 'done'",
         ):
             writer.add_rollout(batch._replace(is_last=batch.done[0]))
         writer.add_rollout(plain)  # no first frame is done but where a limit ended it

@@ -283,7 +283,7 @@ def test_success_only_keeps_successful_trajectories_of_every_kind_of_end(tmp_pat
             success = {"success": [t == 1, t == 4, True]} if t in (1, 3, 4) else {}
             writer.add(**step(t, **ends), **success)
         for given, got in (
-            ({}, "success is missing. With success_only, pass success of shape"),
+            ({}, "success is missing. A writer with success_only expects a flag"),
             ({"success": [True]}, "success has shape (1,)"),
         ):
             with pytest.raises(SchemaError) as caught:

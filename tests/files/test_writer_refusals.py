@@ -190,7 +190,7 @@ def test_a_wrong_record_raises_and_the_writer_continues(tmp_path, change, kind, 
         (
             {},
             {"sim": np.zeros((N, 0))},
-            "field 'sim' has shape (0,), which has no values.",
+            "field 'sim' has shape (0,), expected at least one value per frame.",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_wrong_first_record_writes_no_file(tmp_path, options, changes, text):
         ),
         (
             {"obs_segments": {"a": (0,)}},
-            "obs_segments has an empty name or shape: 'a': (0,).",
+            "obs_segments has an empty name, or a size below 1: 'a': (0,).",
         ),
         (
             {"obs_segments": {"a": (1,)}, "obs_disassemble_mapping": {"a": "nrmalized_image"}},
