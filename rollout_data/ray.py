@@ -50,9 +50,10 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
             `on_error="skip"` leaves out each trajectory that has a damaged frame.
 
     Returns:
-        Columns with the names of the fields, levels joined by "/", and their dtypes; bfloat16
-        becomes float32, which is exact. Further columns are `done`, `timeout` and `next_mask`, and
-        `trajectory`, `frame` and `length` (int64), which `write_rollouts` needs.
+        A dataset with a column for each field, such as "observation/joint_pos". Columns have the
+        dtypes of the fields; bfloat16 becomes float32, which is exact. Further columns are `done`,
+        `timeout` and `next_mask`, and `trajectory`, `frame` and `length` (int64), which
+        `write_rollouts` needs.
     """
     import ray.data
 
@@ -72,12 +73,12 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
 
 
 def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str, Any]:
-    """Read the trajectories of one task as columns of frames.
+    """Read the trajectories of one task of `read_rollouts`. The result maps columns to arrays.
 
     Args:
         windows: Dataset with windows of one frame.
-        task: A batch of one row: "trajectory" is the number of the first trajectory. "frame" has
-            the first frame of each trajectory, then the first frame of the next task.
+        task: A batch of one row: "trajectory" is the number of the first trajectory. "frame" is an
+            array of the first frame of each trajectory, then the first frame of the next task.
     """
     first = task[_TRAJECTORY][0]
     bounds = np.asarray(task[_FRAME][0], np.int64)
@@ -87,7 +88,8 @@ def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str
     frames = np.arange(bounds[0], bounds[-1])
     fields = flatten(dict(windows.__getitems__(frames)))
     if len(fields["mask"]) < len(frames):
-        # Damaged frames were skipped. `write_rollouts` requires complete trajectories.
+        # Damaged frames were skipped. Leave out their trajectories, since `write_rollouts` requires
+        # complete trajectories.
         place = np.repeat(np.arange(len(lengths)), lengths)
         is_readable = np.isin(frames, windows.readable(frames))
         is_whole = np.bincount(place[is_readable], minlength=len(lengths)) == lengths
@@ -188,9 +190,13 @@ def _write_trajectories(writer: RolloutWriter, columns: dict[str, np.ndarray]) -
 
 
 def _final_observations(trajectory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the final observations by name, `[1, *shape]` each.
+    """Map names such as "final_observation" to the final observations, `[1, *shape]` each.
 
-    A group, such as "observation", is left out if one of its components has no final observation.
+    `observation` and `privileged_observation` are left out as a whole if a component has no value
+    after the last frame.
+
+    Args:
+        trajectory: Maps columns to the values of all frames of one trajectory.
     """
     finals: dict[str, np.ndarray] = {}
     for kind in ("observation", "privileged_observation"):

@@ -1,7 +1,8 @@
 """Recognition of file system errors that mean denied access: 401, 403, no valid credentials.
 
-File systems raise errors of their own classes, or general errors that these cause. To avoid imports
-of their packages, errors are recognized by HTTP status, error code, class name, or else by text.
+The fsspec file systems of stores raise errors of their own classes. Some convert these to general
+errors such as `OSError`. To avoid imports of their packages, errors are recognized by HTTP status,
+error code or class name. General errors are also recognized by their text.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class AccessError(UnansweredError):
 
 
 def denial(error: BaseException) -> BaseException | None:
-    """Return the first error in a chain of causes that means denied access, or None."""
+    """Return the first error that means denied access, among an error and its causes, or None."""
     return next((cause for cause in _causes(error) if _is_denial(cause)), None)
 
 

@@ -35,7 +35,7 @@ def access_error(location: str, error: BaseException, cause: BaseException) -> A
     Args:
         location: The requested data, for the message.
         error: Error that the file system raised.
-        cause: The error in its chain of causes that means denied access.
+        cause: The result of `denial(error)`: this error, or one of its causes.
     """
     denied = AccessError(
         f"The store denies access to {location}: {_described(cause)}. Renew the credentials or "
@@ -96,7 +96,7 @@ class Fetcher:
         self._start()
 
     def _start(self) -> None:
-        """Initialize the queue and the lock; also after a fork, for the new process."""
+        """Initialize the queue and the lock. A forked process does so again, without requests."""
         self._owner = Owner("a fetcher")
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
@@ -158,7 +158,12 @@ class Fetcher:
                 ).start()
 
     def _attempt(self, request: Request, number: int) -> None:
-        """Run attempt `number` of a request in the current thread."""
+        """Run an attempt of a request in the current thread.
+
+        Args:
+            request: The request.
+            number: Number of earlier attempts.
+        """
         time.sleep(max(0.0, request.start_s - time.monotonic()))
         value: Any = None
         error: BaseException | None = None
@@ -167,7 +172,8 @@ class Fetcher:
         except BaseException as cause:  # noqa: BLE001 - `wait` raises the error
             error = cause
         with self._changed:
-            if request.num_attempts == number:  # Otherwise the attempt was abandoned.
+            # An abandoned attempt was counted already. Its late answer is ignored.
+            if request.num_attempts == number:
                 self._end(request, value, error)
 
     def _abandon_overdue(self) -> None:
@@ -180,7 +186,13 @@ class Fetcher:
             self._end(request, None, TimeoutError(f"no answer within {self._timeout_s} s"))
 
     def _end(self, request: Request, value: Any, error: BaseException | None) -> None:
-        """Handle the result of an attempt: complete its request, or queue the next attempt."""
+        """Complete the request of an ended attempt, or queue the next attempt.
+
+        Args:
+            request: The request.
+            value: The answer.
+            error: Error of the attempt; None if it was answered.
+        """
         self._running.discard(request)
         request.num_attempts += 1
         if isinstance(error, Exception) and not isinstance(error, RolloutDataError):

@@ -1,7 +1,8 @@
 """Local copies of LeRobot sets and HDF5 files from URLs, in a cache folder of limited size.
 
-Readers of these formats need complete files. The format of the data at a URL is detected from the
-names of the files. Other formats raise an error that names the format.
+Readers of LeRobot sets and HDF5 files need complete files on this machine. The format of the data
+at a URL is detected from the names of the files. An error is raised for formats that can neither be
+copied nor read at a URL.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ _NOT_COPIED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
     ("rlinf", lambda name: name.suffix in (".pt", ".pkl")),
     ("motion (.json)", lambda name: name.suffix == ".json"),
 )
+#: Formats whose files may also lie beside HDF5 files, which are then copied.
+_BESIDE_HDF5 = ("ogbench or motion (.npz)", "trajectory folders", "rlinf", "motion (.json)")
 _DONE_NAME = ".complete"
 _LOCK_ENDING = ".lock"
 _POLL_S = 0.1
@@ -75,7 +78,7 @@ class CopiedPath(PosixPath):
     def __fspath__(self) -> str:
         return os.path.join("", *self.parts)
 
-    # Some versions of Python implement these methods by `str`, which is the URL here.
+    # Some versions of Python implement the following methods with `str`, which is the URL here.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PurePath) and os.fspath(self) == os.fspath(other)
 
@@ -147,18 +150,18 @@ def _holds_blocks(listing: Listing) -> bool:
 
 
 def _format_not_copied(listing: Listing) -> str | None:
-    """Return the name of the format of listed files if it is not copied; otherwise None."""
+    """Detect the format of listed files. Return its name if it cannot be copied, otherwise None."""
     if _INFO_NAME in listing:
         return None
     names = [PurePosixPath(name) for name in listing]
-    for format_name, matches in _NOT_COPIED[:4]:
+    has_hdf5 = any(name.suffix in _HDF5 for name in names)
+    for format_name, matches in _NOT_COPIED:
+        if has_hdf5 and format_name in _BESIDE_HDF5:
+            continue
         if any(map(matches, names)):
             return format_name
-    if any(name.suffix in _HDF5 for name in names):
+    if has_hdf5:
         return None
-    for format_name, matches in _NOT_COPIED[4:]:
-        if any(map(matches, names)):
-            return format_name
     return f"unknown, with files such as {', '.join(sorted(listing)[:3])}"
 
 
@@ -170,9 +173,13 @@ def _not_copied_error(where: str, format_name: str) -> ForeignFileError:
 
 
 def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
-    """List all files below a URL; also return whether the URL itself is a file.
+    """List all files below a URL.
 
     If the folder contains blocks, its subfolders are not listed.
+
+    Returns:
+        The files, and whether the URL itself is a file. An HDF5 file is listed together with the
+        file of the same name with ".json", which contains its metadata.
     """
     url = str(files.path)
     if files.path.suffix in _HDF5:
@@ -225,7 +232,13 @@ def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
 
 
 def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
-    """Copy listed files into the cache, unless a copy exists; return the folder of the copy."""
+    """Copy files into the cache, unless a copy exists; return the folder of the copy.
+
+    Args:
+        files: Files of the URL.
+        listing: The files to copy.
+        is_file: Whether the URL itself is a file.
+    """
     listing = {name: about for name, about in listing.items() if not _is_hidden(name)}
     total = sum(size for size, _ in listing.values())
     limit = files.options.cache_bytes
@@ -264,7 +277,11 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
 
 
 def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None:
-    """List the files again; if one has changed, delete the copy and raise `DataFileError`."""
+    """Check that no file has changed since the listing.
+
+    Raises:
+        DataFileError: A file has changed. The copy was deleted.
+    """
     now, _ = _listing(files)
     changed = [name for name, about in listing.items() if now.get(name) != about]
     if changed:
@@ -286,9 +303,10 @@ def _is_hidden(name: str) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a copy during the `with` block, exclusively if it is incomplete.
+    """Lock the folder of a copy, exclusively if the copy is incomplete.
 
-    Afterwards, this process keeps a shared lock until it ends, so that no process deletes the copy.
+    The exclusive lock lasts during the `with` block. After the block, this process keeps a shared
+    lock until it ends, so that no process deletes the copy.
     """
     if folder not in _in_use:
         _in_use[folder] = os.open(
@@ -312,9 +330,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_room(cache: Path, folder: Path, num_bytes: int) -> None:
-    """Delete the least recently used copies until the rest has at most `num_bytes` bytes.
+    """Delete the least recently used copies, so that the others have at most `num_bytes` bytes.
 
-    `folder`, and copies that a running process uses, are not deleted.
+    Copies that a running process uses are not deleted.
+
+    Args:
+        cache: Folder with all copies.
+        folder: Folder of the new copy, which is neither counted nor deleted.
+        num_bytes: Maximum bytes of the other copies.
     """
     copies = [path for path in cache.iterdir() if path.is_dir() and path != folder]
     copies.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -346,6 +369,7 @@ def _copy(files: RemoteFiles, name: str, size: int, folder: Path, is_file: bool)
         for start in range(0, size, step):
             try:
                 data = files.read(source, start, min(start + step, size)).data
-            except OSError as cause:  # Raised by the store: the listed file was removed.
+            except OSError as cause:
+                # The store no longer has a file that it has listed.
                 raise _changed(files, str(cause)) from cause
             file.write(data)

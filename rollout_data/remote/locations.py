@@ -175,7 +175,7 @@ def present_origins_of(data_dir: DataDirs) -> list[Origin]:
 
 
 def is_one(data_dir: Any) -> bool:
-    """Return whether `data_dir` is a single location: a path, a URL, an origin or a recording."""
+    """Return whether `data_dir` is one location (path, URL, origin or recording), and no list."""
     return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
 
 
@@ -258,39 +258,45 @@ class RemoteFiles:
             path: The file.
             start, stop: Byte range.
             use: Function that converts the bytes to the result of the request.
-            sums: Checksums to check the bytes against; None checks nothing.
+            sums: Checksum file of the block, to check the bytes; None checks nothing.
 
         Returns:
-            The request. `fetcher.wait` also raises `FileNotFoundError`, and `CorruptFileError` if
-            the file is too short or a checksum is wrong.
+            The request, whose result `fetcher.wait` returns. In addition to its usual errors, it
+            raises `CorruptFileError` if the file is too short or a checksum is wrong.
         """
 
         def fetch() -> Any:
             if sums is None:
                 return use(self.load(path, start, stop))
+            # Only complete pieces can be checked, so the bytes `low:high` are fetched. Their
+            # checksums are the bytes `first:last` of the checksum file.
             low, high = sums.bounds(start, stop)
-            first, last = sums.place(low, high)
-            kept = sums.kept(first, last)
-            if len(kept) == last - first:
+            first, last = sums.range_of_sums(low, high)
+            checksums = sums.in_memory(first, last)
+            if len(checksums) == last - first:
                 data = self.load(path, low, high)
-                sums.check(data, low, kept)
             else:
-                data, more = self._load_both(
-                    path, (low, high), sums.path, (first + len(kept), last)
-                )
-                sums.check(data, low, kept + more)
+                missing = (first + len(checksums), last)
+                data, fetched = self._load_both(path, (low, high), sums.path, missing)
+                checksums += fetched
+            sums.check(data, low, checksums)
             return use(data if (low, high) == (start, stop) else data[start - low : stop - low])
 
         return self.fetcher.submit(fetch, f"bytes {start}:{stop} of {str(path)!r}")
 
     def wait_for(self, send: Callable[[], Any], path: Path) -> Any:
-        """Run `send`, which calls `load`, as a request for `path`; wait and return its result."""
+        """Run a function that accesses the store as one request; wait and return its result.
+
+        Args:
+            send: The function. Time-out and retries apply to it as a whole.
+            path: The file that it accesses, for error messages.
+        """
         return self.fetcher.wait(self.fetcher.submit(send, repr(str(path))))
 
     def load(self, path: Path, start: int, stop: int) -> bytes:
-        """Fetch bytes `start:stop` of a file in the current thread, without retries.
+        """Fetch bytes `start:stop` of a file in the current thread, without time-out and retries.
 
-        Call it only in the function of a request.
+        Only functions that are passed to `fetcher.submit` or `wait_for` call it.
 
         Raises:
             CorruptFileError: The file ends before `stop`.
@@ -406,7 +412,8 @@ class RemoteFiles:
             FetchError: The store does not answer.
         """
         if time.monotonic() - self._listed_s > _RECENT_S:
-            with suppress(UsageError):  # A missing folder is no denied access.
+            # A listing fails with `UsageError` if the folder is missing, which is not checked here.
+            with suppress(UsageError):
                 self.listed()
 
 
@@ -421,15 +428,18 @@ def _missing_sums(path: Path) -> FetchError:
 def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
     if len(data) != stop - start:
         raise CorruptFileError(
-            f"{str(path)!r} is truncated: {len(data)} of {stop - start} bytes at offset {start}."
+            f"{str(path)!r} is truncated: it ends after {len(data)} of the {stop - start} bytes at "
+            f"offset {start}."
         )
     return data
 
 
 def stamp_of_entry(entry: Mapping[str, Any]) -> int:
-    """Compute a number that changes with the content of a file, from fsspec's description.
+    """Compute the stamp of a file: a number that changes if its content changes.
 
-    The result is `NO_STAMP` if the description has no checksum, version or time.
+    Args:
+        entry: fsspec's description of the file. If it has no checksum, version or time, the result
+            is `NO_STAMP`.
     """
     return crc32(repr([str(entry[name]) for name in _STAMPS if entry.get(name)]).encode())
 

@@ -1,9 +1,12 @@
 """Checksum files of remote blocks: a checksum for each small piece, to check partial reads.
 
-The file is `<block>.sums`: a head, a table of spans (parts with pieces of equal size), then the
-checksum of each piece, little-endian. `push` writes it. A folder that another tool has uploaded may
-have no such files. A piece contains complete rows or a part of one row, and readers fetch only the
-checksums of the pieces that they fetch, so reading single rows costs little.
+A block is divided into spans: the rows of each column, and the bytes between columns. A span is
+divided into units: one row, or several complete rows if rows are small. A unit is divided into one
+or several pieces, and each piece has a checksum. Readers fetch only the checksums of the pieces
+that they fetch, so reading single rows costs little.
+
+The file is `<block>.sums`: a head, the table of spans, then the checksum of each piece,
+little-endian. `push` writes it. A folder that another tool has uploaded may have no such files.
 
 A stored checksum is the CRC-32 of the piece XOR the key. The key is the CRC-32 of all CRC-32
 values. Readers keep the key of the file that they opened, so pieces of a replaced block do not
@@ -47,11 +50,11 @@ FIRST_BYTES = 4096
 
 
 class Span(NamedTuple):
-    """A part of a block that is divided into pieces of one size.
+    """A part of a block whose units and pieces have one size, see the module.
 
     Attributes:
         start, stop: Byte range in the block.
-        unit_bytes: Bytes of a unit: one or several complete rows, which are divided into pieces.
+        unit_bytes: Bytes of a unit.
         piece_bytes: Bytes of a piece. The last piece of a unit may be shorter.
     """
 
@@ -77,13 +80,13 @@ class Span(NamedTuple):
         return unit * self.pieces_per_unit + rest // self.piece_bytes
 
     def first_byte(self, piece: int) -> int:
-        """Return the byte offset of a piece in the block; `num_pieces` returns `stop`."""
+        """Return the byte offset in the block of a piece. For `piece == num_pieces`, return `stop`."""
         unit, rest = divmod(piece, self.pieces_per_unit)
         return min(self.start + unit * self.unit_bytes + rest * self.piece_bytes, self.stop)
 
 
 def spans_of(block: Block, schema: Schema) -> list[Span]:
-    """Divide a block into spans: one per column of rows, and one per part between columns."""
+    """Divide a block into spans: the rows of each column without chunks, and the bytes between."""
     layouts = layouts_of(schema)
     tables = []
     for (table, name), (start, num_rows) in block.places.items():
@@ -102,7 +105,7 @@ def spans_of(block: Block, schema: Schema) -> list[Span]:
 
 
 def rows_of_a_unit(row_bytes: int) -> int:
-    """Return the number of rows per unit, so that a unit has at least 96 bytes."""
+    """Compute the number of rows of a unit, which must have at least `_LEAST_BYTES` bytes."""
     return -(-_LEAST_BYTES // row_bytes)
 
 
@@ -132,7 +135,7 @@ def sums_of(path: Path, spans: list[Span]) -> bytes:
 
 
 def _combined(sums: np.ndarray, key: int) -> np.ndarray:
-    """Return checksums XOR key, which converts stored checksums to CRC-32 values and back."""
+    """Convert CRC-32 values to stored checksums, or stored checksums to CRC-32 values: XOR `key`."""
     combined: np.ndarray = sums ^ np.array(key, "<u4")
     return combined
 
@@ -189,7 +192,7 @@ def _parse_spans(content: bytes, where: str) -> tuple[list[Span], int]:
 
 
 def _stop_of_spans(content: bytes, where: str) -> int:
-    """Return the byte offset of the end of the spans, from the head of a checksum file."""
+    """Compute the byte offset at which the table of spans ends, from the head of a checksum file."""
     if len(content) < _HEAD.size:
         raise _damaged(where)
     magic, _, num_spans, _, _ = _HEAD.unpack_from(content)
@@ -239,7 +242,8 @@ class _Pieces(NamedTuple):
 class PieceSums:
     """The checksum file of one block, which is fetched in parts on demand. Thread-safe.
 
-    Only the first `FIRST_BYTES` of the file are kept in memory.
+    Only the first bytes of the file are kept in memory: the table of spans, and at least
+    `FIRST_BYTES`.
 
     Args:
         path: The block.
@@ -298,7 +302,7 @@ class PieceSums:
                 yield _Pieces(span, first_piece, span.piece_at(low), span.piece_at(high - 1) + 1)
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Extend bytes `start:stop` of the block to complete pieces; return the byte range."""
+        """Return the byte range of all pieces that overlap bytes `start:stop` of the block."""
         parts = list(self._pieces(start, stop))
         if not parts:
             return start, stop
@@ -307,9 +311,9 @@ class PieceSums:
         return first.span.first_byte(first.start), last.span.first_byte(last.stop)
 
     def inner(self, start: int, stop: int) -> tuple[int, int]:
-        """Shrink bytes `start:stop` of the block to complete pieces; return the byte range.
+        """Return the byte range of all pieces that lie inside bytes `start:stop` of the block.
 
-        The range is empty if no piece is inside.
+        The range is empty if no piece lies inside.
         """
         low = self.bounds(start, start + 1)[0]
         high = self.bounds(stop - 1, stop)[1]
@@ -317,21 +321,24 @@ class PieceSums:
         end = high if high == stop else self.bounds(stop - 1, stop)[0]
         return first, max(first, end)
 
-    def place(self, start: int, stop: int) -> tuple[int, int]:
-        """Return where the checksum file stores the checksums of bytes `start:stop` of the block.
+    def range_of_sums(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the byte range in the checksum file of the checksums of some pieces.
 
-        The result is a byte range of the checksum file.
+        `start:stop` is the byte range of these pieces in the block.
         """
         parts = list(self._pieces(start, stop))
         first = parts[0]
         last = parts[-1]
         offset = self._opened().offset
-        return offset + 4 * (first.first_piece + first.start), offset + 4 * (
-            last.first_piece + last.stop
-        )
+        low = offset + 4 * (first.first_piece + first.start)
+        high = offset + 4 * (last.first_piece + last.stop)
+        return low, high
 
-    def kept(self, low: int, high: int) -> bytes:
-        """Return the part of bytes `low:high` of the checksum file that is in memory."""
+    def in_memory(self, low: int, high: int) -> bytes:
+        """Return bytes `low:high` of the checksum file, as far as they are in memory.
+
+        Only the first bytes of the file are in memory, so the result may be shorter or empty.
+        """
         return self._opened().content[low:high]
 
     def check(self, data: bytes, start: int, sums: bytes) -> None:

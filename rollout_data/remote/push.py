@@ -1,8 +1,10 @@
 """`push`: upload of the blocks of a data folder to a URL.
 
 Blocks are never replaced, and metadata.json is uploaded last. A killed upload therefore leaves
-complete blocks, and the next call resumes it. If annotations of new blocks state how episodes
-ended, metadata.json is replaced first. The store must never show incomplete objects.
+complete blocks, and the next call resumes it. This requires a store in which an object is invisible
+until its upload is complete, as S3 and similar stores guarantee. An existing metadata.json is
+replaced in one case: new blocks state in annotations how episodes ended, and readers would not look
+for ends there. It is then replaced before these blocks are uploaded.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def push(
 ) -> int:
     """Upload the blocks of a folder that the URL does not have yet, then metadata.json.
 
-    Before each block, a file with its checksums is uploaded, with which readers check the data that
-    they fetch. If the store supports conditional requests, an existing object is never overwritten.
+    The checksum file of a block is uploaded before the block. Readers use it to check the data that
+    they fetch. If the store supports conditional requests, an existing block is never overwritten.
 
     Args:
         data_dir: Data folder.
@@ -75,7 +77,7 @@ def push(
             raise problem
     if not folder.blocks or folder.schema is None:
         raise UsageError(f"{str(data_dir)!r} contains no blocks.")
-    remote_metadata = RemoteFolder(files).metadata_there()
+    remote_metadata = RemoteFolder(files).read_metadata()
     if remote_metadata is not None:
         difference = remote_metadata.schema.difference(folder.schema)
         if difference:
@@ -90,10 +92,11 @@ def push(
     fetcher = Fetcher(_NUM_THREADS, timeout_s, remote.num_retries)
     target = str(files.path / METADATA_NAME)
     if remote_metadata is not None and ENDS in context and ENDS not in remote_metadata.context:
+        # Readers must know that annotations state ends before they find the first such block.
         marked = replace(remote_metadata, context={**remote_metadata.context, ENDS: context[ENDS]})
         overwrite = partial(files.system.pipe_file, target, _json(marked), mode="overwrite")
         fetcher.wait(fetcher.submit(overwrite, repr(target)))
-    listed = there_now(files)
+    listed = _existing_names(files)
     uploads = []
     for name, block in sorted(folder.blocks.items()):
         path = folder.data_dir / name
@@ -122,7 +125,7 @@ def _json(metadata: Metadata) -> bytes:
     return json.dumps(metadata.to_json(), indent=2).encode()
 
 
-def there_now(files: RemoteFiles) -> set[str]:
+def _existing_names(files: RemoteFiles) -> set[str]:
     """Return the names of the files at a URL; an empty set if the URL does not exist."""
     try:
         return set(files.listed())
@@ -138,7 +141,8 @@ def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: boo
         after an attempt whose answer was lost.
     """
     target = files.path / path.name
-    if is_listed:  # Checksums must not be uploaded if the URL has another block of this name.
+    if is_listed:
+        # If the URL has another block of this name, its checksum file must not be replaced.
         _check_same(files, path)
     _put_sums(files, path, spans)
     try:
@@ -150,7 +154,11 @@ def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: boo
 
 
 def _check_same(files: RemoteFiles, path: Path) -> None:
-    """Raise `DataFileError` if the URL's block of this name has another size or beginning."""
+    """Check that the block of this name at the URL has the same size and the same first bytes.
+
+    Raises:
+        DataFileError: It is another block.
+    """
     target = files.path / path.name
     head = np.fromfile(path, np.uint8, HEAD_BYTES)
     is_same = files.system.size(str(target)) == path.stat().st_size
@@ -176,6 +184,6 @@ def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
         is_of_same_size = existing_spans[-1].stop == spans[-1].stop
         if is_of_same_size and sums_of(path, existing_spans) == existing:
             return
-    # The existing file is damaged, has an earlier layout, or belongs to another block, which was
-    # not uploaded because its upload was killed.
+    # The existing file is damaged or has an earlier layout. Or it is from a killed upload of another
+    # block, which ended before the block itself was uploaded.
     files.system.pipe_file(target, content, mode="overwrite")

@@ -1,6 +1,6 @@
 """`RemoteFolder`: a folder of block files at a URL. Most headers are read with two requests each.
 
-`blocks/block_header.py` and `blocks/block_folder.py` check remote and local files alike.
+The checks of `blocks/block_header.py` and `blocks/block_folder.py` also apply to remote files.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _MORE_BYTES = 64 << 10
 
 
 class RemoteFile(Guarded):
-    """A remote block as a file object for HDF5.
+    """A remote block as a file object, from which h5py reads the header.
 
-    Beginning and end of the file are fetched immediately, other bytes on demand.
+    Beginning and end of the file are fetched by the constructor, other bytes on demand.
 
     Args:
         files: Files of the URL.
@@ -64,7 +64,8 @@ class RemoteFile(Guarded):
         head = min(HEAD_BYTES, num_bytes)
         tail = max(HEAD_BYTES, num_bytes - TAIL_BYTES)
         if sums is not None:
-            head, tail = files.wait_for(partial(_narrowed, sums, head, tail, num_bytes), sums.path)
+            find_ranges = partial(_complete_pieces, sums, head, tail, num_bytes)
+            head, tail = files.wait_for(find_ranges, sums.path)
         requests = {}
         for start, stop in ((0, head), (tail, num_bytes)):
             if start < stop:
@@ -110,14 +111,21 @@ class RemoteFile(Guarded):
         return len(self.read_at(num_bytes, start)) == num_bytes
 
 
-def _narrowed(sums: PieceSums, head: int, tail: int, num_bytes: int) -> tuple[int, int]:
-    """Shrink the ranges `0:head` and `tail:num_bytes` of a block to complete checksum pieces.
+def _complete_pieces(sums: PieceSums, head: int, tail: int, num_bytes: int) -> tuple[int, int]:
+    """Shrink two byte ranges of a block, so that they consist of complete checksum pieces.
+
+    Args:
+        sums: Checksum file of the block.
+        head: Stop of the range at the beginning of the block.
+        tail: Start of the range at the end of the block.
+        num_bytes: Size of the block in bytes.
 
     Returns:
-        Stop of the first range, and start of the second.
+        The new `head` and `tail`.
     """
     _, stop = sums.inner(0, head)
-    if head == tail or tail >= num_bytes:  # The two ranges are adjacent.
+    if head == tail or tail >= num_bytes:
+        # The ranges are adjacent, or the second is empty. They remain adjacent.
         return stop, stop
     return stop, sums.inner(tail, num_bytes)[0]
 
@@ -138,8 +146,8 @@ class RemoteFolder(BlockFolder):
         self._num_openers = files.options.num_requests
         self._use_cache = False
         self._listed: dict[str, FileStamp] = {}
-        #: Names of blocks that were not found by a new listing, so that no further listing is
-        #: requested for them.
+        #: Names of blocks that even a new listing did not contain. The folder is not listed again
+        #: for their checksum files.
         self._unlisted: set[str] = set()
         self._sums: dict[str, tuple[FileStamp, PieceSums]] = {}
 
@@ -195,9 +203,14 @@ class RemoteFolder(BlockFolder):
     def sums_of(self, path: Path, num_bytes: int) -> PieceSums | None:
         """Return the checksum file of a block; None if the block has none.
 
-        If the checksum file was removed after the listing, the next request fails.
+        The file is found in the listing. If it was removed since, `FetchError` is raised when the
+        block is read.
+
+        Args:
+            path: The block.
+            num_bytes: Listed size of the block in bytes.
         """
-        # The block is known from the listing of another process, so list the folder here once.
+        # Another process has listed the block, so this process may not have a listing yet.
         if path.name not in self._listed and path.name not in self._unlisted:
             self._listed_now()
             self._unlisted |= {path.name} - self._listed.keys()
@@ -230,7 +243,7 @@ class RemoteFolder(BlockFolder):
             raise ValueError("no JSON object")
         return document
 
-    def metadata_there(self) -> Metadata | None:
+    def read_metadata(self) -> Metadata | None:
         """Read metadata.json; return None if the file or the folder is missing."""
         try:
             return Metadata.from_json(self.read_document())
