@@ -2,8 +2,8 @@
 
 Every check has the form `check(name, value, ...)`. The library accepts numbers, flags and paths
 only through these checks. The message is *<call>: <name> must be <condition>, got <value>.* Import
-the module and call `arguments.device(...)`, since some checks, such as `device`, have the name of a
-common argument.
+the module and call `arguments.device(...)`, because checks such as `device` would otherwise collide
+with arguments of the same name.
 """
 
 from __future__ import annotations
@@ -32,35 +32,42 @@ _URL = re.compile(
 )
 
 
-def options(made: Any, values: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for an option that the class of `made` and its base classes do not accept.
+def options(owner: Any, values: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for a keyword argument that no constructor of an object's class accepts.
 
-    `values` maps the names of the options, which the user passed to the constructor, to values.
+    Args:
+        owner: Object whose constructor is running. The constructors of its base classes count too.
+        values: Keyword arguments that the user passed to the constructor.
 
     Raises:
         TypeError: An option is unknown. The message names the class and its arguments, the nearest
             first.
     """
     constructors = [
-        vars(base)["__init__"] for base in type(made).__mro__[:-1] if "__init__" in vars(base)
+        vars(base)["__init__"] for base in type(owner).__mro__[:-1] if "__init__" in vars(base)
     ]
-    options_of(type(made).__name__, values, *constructors)
+    options_of(type(owner).__name__, values, *constructors)
 
 
 def options_of(
-    call: str, values: Mapping[str, Any], *takers: Callable[..., Any], but: Iterable[str] = ()
+    call: str, values: Mapping[str, Any], *receivers: Callable[..., Any], but: Iterable[str] = ()
 ) -> None:
-    """Raise `TypeError` for an option that none of the functions `takers` accepts.
+    """Raise `TypeError` for a keyword argument that no function in `receivers` accepts.
 
-    `call` is the name of the function that the user called. It passes its options to `takers`.
-    `but` names arguments that `call` sets itself.
+    Args:
+        call: Name of the function that the user called, for errors.
+        values: Keyword arguments that the user passed to this function.
+        receivers: Functions to which this function passes the keyword arguments.
+        but: Names that the user must not pass, because the called function sets them itself.
 
     Raises:
         TypeError: An option is unknown. The message names `call` and the known arguments, the
             nearest first.
     """
     parameters = [
-        parameter for taker in takers for parameter in inspect.signature(taker).parameters.values()
+        parameter
+        for receiver in receivers
+        for parameter in inspect.signature(receiver).parameters.values()
     ]
     known = {
         parameter.name
@@ -152,7 +159,7 @@ def is_url(value: Any) -> bool:
 def path(name: str, value: Any) -> Path:
     """Check a local path and return it as a `Path`. A URL is an error.
 
-    `name` is the name of the argument in errors; with "" errors call it "path".
+    Errors name the argument `name`, or "path" if `name` is empty.
     """
     if not isinstance(value, (str, os.PathLike)):
         raise UsageError(f"{name or 'path'} must be a str or a path object, got {value!r}.")
@@ -217,7 +224,8 @@ def seed(name: str, value: Any, expected: str = "an integer of 64 bits") -> int:
 def env_ids(name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:
     """Check that ids are integers in `[0, num_envs)`; return a flat int64 array in the same order.
 
-    The ids are a number, a sequence, an array or a tensor. They number environments or frames.
+    `value` is a number, a sequence, an array or a tensor of environment numbers. The same check
+    serves other ids below a limit, such as frame numbers.
     """
     try:
         numbers = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)

@@ -54,7 +54,8 @@ class DeferredErrors:
     """
 
     def __init__(self) -> None:
-        #: Pending numbers, oldest first, each with a function from the numbers to an error or None.
+        #: Pending copies, oldest first. The function of each copy maps the copied numbers to the
+        #: error to raise, or to None.
         self._copies: deque[tuple[HostCopy, Callable[[Any], Exception | None]]] = deque()
 
     @property
@@ -63,12 +64,12 @@ class DeferredErrors:
         return len(self._copies)
 
     def note(self, numbers: torch.Tensor, read: Callable[[Any], Exception | None]) -> None:
-        """Start to copy numbers. A later `raise_arrived` calls `read` and raises its result.
+        """Start a copy of numbers. A later `raise_arrived` raises the error that `read` returns.
 
         Args:
             numbers: Tensor on the device.
-            read: Function of the copied numbers, as `HostCopy.tolist` returns them. It returns an
-                error, or None. It is called once, in the order of the calls of `note`.
+            read: Function that maps the copied numbers (a result of `HostCopy.tolist`) to the
+                error to raise, or to None. It is called once, in the order of the calls of `note`.
         """
         self._copies.append((HostCopy(numbers), read))
 

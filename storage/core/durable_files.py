@@ -57,15 +57,15 @@ def replace_file(
 ) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` if the block ends without an error.
 
-    The block creates the file. After an error `path` is unchanged and the temporary file is
-    removed. If `path` is a symbolic link, the target of the link is replaced.
+    The block writes the temporary file. After an error `path` is unchanged and the temporary file
+    is removed. If `path` is a symbolic link, the target of the link is replaced.
 
-    All code that writes a complete file and then renames it calls this function. These other
-    renames have a different purpose:
+    Call this function instead of `os.replace` to replace one complete file. The remaining renames
+    in this project have another purpose:
 
     - `replace_folder` replaces a whole folder.
-    - `publish_metadata` creates a hard link, which fails if another writer has taken the name. On a
-      file system without hard links it renames the file.
+    - `publish_metadata` must fail if another writer has already created the file. Therefore it
+      creates a hard link, or renames the file on a file system without hard links.
     - The writer of HDF5 targets fills a file during several runs of a conversion, and renames the
       finished file.
     - `repair`, `pack` and the Ray sink move finished files from one folder into another.
@@ -117,9 +117,10 @@ def _removed_at_end(path: Path) -> Iterator[Path]:
 def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` if the block ends without an error.
 
-    A crash leaves the old or the new content. Between the two renames at the end, the old content
-    has another name, and `existing_folder` returns that name. If several processes replace a
-    folder, the content of the last process stays. The block must not call `replace_folder`.
+    A crash leaves the old or the new content. The end of the block renames the old folder, then
+    the new folder. After a crash between the two renames, `existing_folder` returns the path of the
+    old content. If several processes replace a folder, the content of the last process stays. The
+    block must not call `replace_folder`.
 
     Args:
         folder: Folder to replace or create. A symbolic link is followed.
@@ -220,7 +221,7 @@ def _locked_new_folder(target: Path) -> tuple[Path, int]:
 
 
 def _write_error(target: Path, error: OSError) -> WriteError:
-    """Return an error that names `target` and the reason of the operating system."""
+    """Return a `WriteError` that names `target` and the reason in `error`."""
     return WriteError(
         f"{str(target)!r} cannot be written: {error.strerror or error}.",
         error_number=error.errno,
@@ -299,7 +300,10 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object with its checksum. Invalid content raises before the file is created."""
+    """Write a JSON object with its checksum.
+
+    The file is created only if `content` can be written as JSON and is not too large.
+    """
     text = json.dumps({**content, CHECKSUM: json_checksum(content)}, indent=1) + "\n"
     if len(text) > MAX_JSON_BYTES:
         raise SchemaError(
@@ -313,8 +317,8 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        CorruptFileError: `path` is not a regular file, is larger than `max_bytes`, or is not a JSON
-            object; or the checksum is wrong.
+        CorruptFileError: `path` is not a regular file, is larger than `max_bytes`, is not a JSON
+            object, or has a wrong checksum.
     """
     try:
         content = json.loads(read_text(path, max_bytes=max_bytes))

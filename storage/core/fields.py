@@ -1,7 +1,8 @@
-"""`Field` and `Schema`: form of stored arrays. Conversions between nested mappings and flat names.
+"""`Field` and `Schema`: names, shapes and dtypes of stored arrays. Flat names of nested fields.
 
 A flat name joins the keys of a nested mapping by "/". Keys are non-empty strings without "/", so
-each flat name has exactly one nested path. A leaf is any value that is not a mapping.
+each flat name has exactly one nested path. A leaf is any value that is not a mapping. `flatten` and
+`unflatten` convert between nested mappings and dicts by flat name.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def dtype_name(dtype: Any, owner: str = "") -> str:
 def signed(tensor: torch.Tensor) -> torch.Tensor:
     """View unsigned integers of 2 to 8 bytes as signed integers of the same size.
 
-    torch can set single elements of signed tensors, but not of these unsigned tensors.
+    torch cannot set single elements of uint16, uint32 and uint64 tensors. Write to the view
+    instead, which shares the memory.
     """
     dtype = _SIGNED.get(tensor.dtype)
     return tensor if dtype is None else tensor.view(dtype)
@@ -94,7 +96,8 @@ class Field:
         dtype: A key of `DTYPES`: the dtype of values that users pass and receive.
         codec: Name of the codec of rows; "raw" for unchanged bytes.
         fill: Value of rows that are not written yet.
-        is_text: Whether each value is the index of a text. Every text is stored once, elsewhere.
+        is_text: Whether each value is an index into a list of texts. The list is stored
+            separately and has each text once.
     """
 
     name: str

@@ -22,7 +22,7 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class _Place:
-    """Placeholder for a device tensor in nested values: the index of the tensor in the block."""
+    """Placeholder for a device tensor in nested values: its index in the list of sent tensors."""
 
     number: int
 
@@ -67,8 +67,8 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.num_waits = 0
-        #: Pending copies: values with a `_Place` for each device tensor, the argument `about` of
-        #: `send`, and the buffer.
+        #: Pending copies, oldest first: the values of `send` with a `_Place` instead of each device
+        #: tensor, the argument `about` of `send`, and the buffer with the tensors.
         self._copies: deque[tuple[Any, Any, _Buffer]] = deque()
         self._free_buffers: list[_Buffer] = []
         self._stream: torch.cuda.Stream | None = None
@@ -93,7 +93,7 @@ class LateCopies:
             about: Any object, which `receive` returns together with the values.
         """
         on_device: list[torch.Tensor] = []
-        held = _held(values, on_device)
+        values_on_host = _copied(values, on_device)
         buffer = self._buffer_for(on_device)
         device = on_device[0].device
         if self._stream is None:
@@ -104,13 +104,13 @@ class LateCopies:
         with torch.cuda.stream(self._stream):
             buffer.on_host.copy_(buffer.on_device, non_blocking=True)
         buffer.arrived.record(self._stream)
-        self._copies.append((held, about, buffer))
+        self._copies.append((values_on_host, about, buffer))
 
     def receive(self, wait: bool) -> tuple[Any, Any] | None:
-        """Return the oldest pending values, with tensors on the host, and `about` of their `send`.
+        """Return the oldest pending values on the host, and the object that was sent with them.
 
-        The values remain pending until `release`. Later calls of `send` then reuse the memory of
-        the tensors, so copy tensors that you need longer.
+        The values remain pending until `release`. After `release`, later calls of `send` reuse the
+        memory of the tensors, so copy tensors that you need longer.
 
         Args:
             wait: Whether to wait for the copy. Otherwise the result is None while the copy runs.
@@ -126,7 +126,7 @@ class LateCopies:
                 return None
             self.num_waits += 1
             buffer.arrived.synchronize()
-        return _restored(values, buffer.host_parts), about
+        return _with_tensors(values, buffer.host_parts), about
 
     def release(self) -> None:
         """Remove the oldest pending values after `receive`. Later copies may reuse their memory."""
@@ -155,29 +155,32 @@ def _is_sent(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.layout == torch.strided
 
 
-def _held(value: Any, on_device: list[torch.Tensor]) -> Any:
-    """Copy nested values. Device tensors are appended to a list and replaced by a `_Place`."""
+def _copied(value: Any, on_device: list[torch.Tensor]) -> Any:
+    """Copy nested values, with a `_Place` instead of each device tensor.
+
+    The device tensors are not copied. They are appended to `on_device`.
+    """
     if isinstance(value, torch.Tensor):
         if not _is_sent(value):
             return value.detach().clone()
         on_device.append(value.detach())
         return _Place(len(on_device) - 1)
     if hasattr(value, "items"):
-        return {name: _held(item, on_device) for name, item in value.items()}
+        return {name: _copied(item, on_device) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        held = [_held(item, on_device) for item in value]
-        return tuple(held) if isinstance(value, tuple) else held
+        items = [_copied(item, on_device) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.copy()
     return copy.deepcopy(value)
 
 
-def _restored(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Replace each `_Place` in nested values by its tensor."""
+def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return nested values with `tensors[number]` instead of each `_Place` of that number."""
     if isinstance(value, _Place):
         return tensors[value.number]
     if isinstance(value, dict):
-        return {name: _restored(item, tensors) for name, item in value.items()}
+        return {name: _with_tensors(item, tensors) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_restored(item, tensors) for item in value)
+        return type(value)(_with_tensors(item, tensors) for item in value)
     return value

@@ -26,12 +26,10 @@ _forks_are_watched = False
 def only_writer_of(target: Path) -> Iterator[None]:
     """Lock a file or folder against other processes and threads during the block.
 
-    The file or folder `target` may be missing.
-
-    The lock is held on a hidden file next to the target. The hidden file is removed at the end. A
-    killed process leaves the hidden file, but no lock. A forked child does not hold the lock. If
-    the target exists and no file can be created next to the target, as for a mounted folder, the
-    target itself is locked.
+    The target may be missing. The lock is held on a hidden file next to the target, which is
+    removed at the end. A killed process leaves the hidden file, but no lock. A forked child does
+    not hold the lock. If no file can be created next to an existing target, such as a mounted
+    folder, the target itself is locked.
 
     Raises:
         UsageError: Another process or thread holds the lock.
@@ -93,11 +91,11 @@ def _locked(path: Path, target: Path, flags: int = os.O_RDWR | os.O_CREAT) -> in
 def _is_at(path: Path, descriptor: int) -> bool:
     """Return whether a path still refers to the file of an open descriptor."""
     try:
-        there = os.stat(path)
+        at_path = os.stat(path)
     except FileNotFoundError:
         return False
-    mine = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    opened = os.fstat(descriptor)
+    return (at_path.st_dev, at_path.st_ino) == (opened.st_dev, opened.st_ino)
 
 
 def _watch_forks() -> None:

@@ -1,13 +1,16 @@
-"""Memory: buffer pools, long-lived tensors, tensors as numpy arrays, and the order of CUDA streams.
+"""Tensor memory: reused buffers, copies to devices, numpy views, and access by CUDA streams.
 
-A pooled buffer is reused only if no tensor, view or array over it is alive, by the reference count
-of Python. Fresh memory costs a page fault per 4 KiB, which is 2-5 times the cost of filling it. A
-reused buffer has no page faults. A new buffer of 3 MiB or more requests 2 MiB pages.
+`BufferPool` reuses the memory of large CPU tensors. Python's reference counts show when no tensor,
+view or array over a buffer is alive. Fresh memory costs a page fault per 4 KiB, which is 2-5 times
+the cost of filling it. A reused buffer has no page faults. A new buffer of 3 MiB or more requests
+2 MiB pages.
 
-Small numpy calls take a third of the time of torch calls. Code with many small calls uses `own`: it
-returns an array on the CPU and the tensor itself on other devices. `tensor_of` is the inverse.
+`own` returns a CPU tensor as a numpy array and other tensors unchanged. Code with many small calls
+uses it, because small numpy calls take a third of the time of torch calls. `tensor_of` is the
+inverse.
 
-CUDA events order the streams, and the host never waits. On the CPU no order is needed.
+`StreamOrder` orders the reads and writes of memory that several CUDA streams use. Streams wait for
+CUDA events, and the host never waits. On the CPU no order is needed.
 """
 
 from __future__ import annotations
@@ -69,8 +72,8 @@ def _references(buffers: Sequence[object]) -> list[int]:
     return list(map(sys.getrefcount, buffers))
 
 
-#: Reference count of an object that only a list refers to. It is measured, since Python versions
-#: differ.
+#: Result of `_references` for an object to which only the list refers. It is measured, because it
+#: depends on the version of Python.
 _FREE_REFERENCES = _references([object()])[0]
 
 
@@ -116,11 +119,11 @@ class BufferPool:
             ) from cause
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        # The array refers to a slice of its buffer; the storage has exactly the requested size.
+        # `_lend` returns a slice of a buffer, so that the torch storage has the requested size.
         numpy_dtype = _NUMPY_DTYPES.get(dtype)
         if numpy_dtype is None:
             return torch.from_numpy(self._lend(num_bytes)).view(dtype).view(tuple(shape))
-        # This takes half the time of the views above.
+        # An array of the final dtype and shape takes half the time of two views by torch.
         return torch.from_numpy(np.ndarray(tuple(shape), numpy_dtype, self._lend(num_bytes)))
 
     def clear(self) -> None:
@@ -185,18 +188,18 @@ def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
         except OSError:  # The kernel has no huge pages. Ordinary pages are only slower.
             pass
     start = -np.frombuffer(mapped, dtype=np.uint8).ctypes.data % page
-    # An offset instead of a slice, so that slices of the result refer to the result, not to
-    # `mapped`. The pool counts these references.
+    # Use `offset` instead of slicing the array. Slices of a sliced array would refer to the first
+    # array, but the pool counts the references to the result.
     return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
 
 
 def filled(
     shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a new tensor filled with one value, for random access.
+    """Return a new tensor filled with one value.
 
-    Large tensors use huge pages, which takes a quarter less time. Zeros on the CPU take no memory
-    until a page is first written.
+    Large CPU tensors use huge pages, with which random access takes a quarter less time. Zeros on
+    the CPU take no memory until a page is first written.
     """
     if device.type != "cpu" or prod(shape) * dtype.itemsize < MIN_POOLED_BYTES:
         return torch.full(shape, value, dtype=dtype, device=device)
@@ -206,7 +209,7 @@ def filled(
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device. From the host to CUDA, the copy is pinned and asynchronous."""
+    """Copy a tensor to a device; from the host to CUDA asynchronously, through pinned memory."""
     if device.type != "cuda" or not tensor.is_cpu:
         return tensor.to(device)
     # A pinned tensor is copied too, since the caller may change it before the transfer ends.
@@ -215,7 +218,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy tensors to a device. Host tensors are sent to CUDA by one asynchronous pinned copy.
+    """Copy tensors to a device. One asynchronous transfer sends all host tensors to CUDA.
 
     Unlike `PackedCopy`, this function allocates memory per call and accepts any shapes.
     """
@@ -244,7 +247,7 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
     """Copy a nested dict of tensors to a device. With `device=None`, return `tree` unchanged.
 
-    Host tensors are sent to CUDA by one asynchronous copy.
+    One asynchronous transfer sends all host tensors to CUDA.
     """
     if device is None:
         return tree
@@ -259,8 +262,8 @@ class PackedCopy:
     """Repeated copies of host tensors of fixed shapes and dtypes to CUDA, each in one transfer.
 
     The tensors are packed into a pinned buffer, which is copied asynchronously. A buffer is packed
-    again only after its last copy has completed. Up to `MAX_BUFFERS` buffers are allocated while
-    earlier ones are busy; then the host waits.
+    again only after its last copy has completed. If all buffers are being copied, a new buffer is
+    allocated. With `MAX_BUFFERS` buffers, the host waits instead.
 
     Args:
         shapes: Shape of each tensor.
@@ -289,14 +292,14 @@ class PackedCopy:
             self._num_bytes = -(-stop // _PART_BYTES) * _PART_BYTES
         self._block = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
         self._block_parts = self._cut(self._block)
-        #: Pinned buffers, the least recently used first: memory, views of the tensors in it, and
-        #: the event of its last copy.
+        #: Pinned buffers, the least recently used first. Each has its memory, a view of this memory
+        #: per tensor, and the event that its last copy completes.
         self._buffers: deque[tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event]] = deque()
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors to the device and return the copies, which the next call overwrites.
 
-        Reads of the copies must precede the next call in the order of CUDA streams.
+        If other streams read the copies, order these reads before the next call.
         """
         buffer, parts, copied = self._free_buffer()
         torch._foreach_copy_(parts, list(tensors))
@@ -326,21 +329,23 @@ class PackedCopy:
 
 
 class StreamOrder:
-    """Order of the writes and reads of one object's memory among CUDA streams.
+    """Order of the reads and writes of one object's memory by different CUDA streams.
 
     Use `with order.reads:` or `with order.writes:` around each access, under the object's lock. A
-    reader waits for the last write. A writer waits for the last write and for all reads since then.
-    The host never waits. An access inside of a write is a part of this write. The constructor of
-    the object is a write by the stream that was current when the order was created.
+    reading stream waits for the last write. A writing stream waits for the last write and for all
+    reads since then. The host never waits. Contexts inside of a `writes` context have no effect.
+    The constructor of the object counts as a write by the stream that was current when the
+    `StreamOrder` was created.
 
     Args:
         device: Device of the memory. On the CPU nothing is done.
 
     Attributes:
-        is_needed: Whether the device has streams.
-        reads: Context of a read.
-        writes: Context of a write.
-        deferred: Errors of accesses that a later call raises, since the host does not wait.
+        is_needed: Whether the device is a CUDA device.
+        reads: Context manager for code that reads the memory.
+        writes: Context manager for code that writes the memory.
+        deferred: Errors of earlier accesses on the device. A later call raises them, because the
+            host does not wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -349,9 +354,10 @@ class StreamOrder:
         self.is_needed = device.type == "cuda"
         self.reads = _StreamAccess(self, is_write=False)
         self.writes = _StreamAccess(self, is_write=True)
-        #: CUDA event of the last write (`_written`) or read (`_read`) of each stream, by the id of
-        #: the stream. A stream does not wait for its own events, since its work runs in order.
+        #: Event after the last write, by the id of the writing stream. A stream does not wait for
+        #: its own events, since its work runs in order.
         self._written: dict[int, torch.cuda.Event] = {}
+        #: Event after the last read of each stream since that write, by the id of the stream.
         self._read: dict[int, torch.cuda.Event] = {}
         #: Number of nested `writes` contexts.
         self._num_writes = 0
@@ -374,7 +380,10 @@ class StreamOrder:
                     stream.wait_event(event)
 
     def _record_creation(self, stream: torch.cuda.Stream) -> None:
-        """Record an event after the constructor, at the first access, unless `stream` ran both."""
+        """Record an event after the constructor of the object, unless `stream` ran it.
+
+        The first access calls this method, because the constructor has ended by then.
+        """
         creator = self._creator
         self._creator = None
         if creator is not None and creator.cuda_stream != stream.cuda_stream:
@@ -397,18 +406,18 @@ class StreamOrder:
             self._read[stream.cuda_stream] = event
 
     def enter(self, is_write: bool) -> None:
-        """Begin a write or a read, as the contexts `writes` and `reads` do."""
+        """Begin a write or a read, like entering the context `writes` or `reads`."""
         self.wait(is_write)
         self._num_writes += is_write
 
     def exit(self, is_write: bool, is_done: bool) -> None:
-        """End a write or a read. `is_done` is False if an error ended it."""
+        """End a write or a read, like leaving its context. `is_done` is False after an error."""
         self._num_writes -= is_write
         if is_done:
             self.record(is_write)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Prevent reuse of the memory of tensors until the current stream has done its work."""
+        """Prevent reuse of the memory of tensors until the work of the current stream is done."""
         if self.is_needed:
             stream = torch.cuda.current_stream(self._device)
             for tensor in tensors:
@@ -417,7 +426,7 @@ class StreamOrder:
 
 
 class _StreamAccess:
-    """Context of reads or writes of a `StreamOrder`. Reusable and reentrant."""
+    """Context manager `reads` or `writes` of a `StreamOrder`. Reusable and reentrant."""
 
     __slots__ = ("_is_write", "_order")
 
@@ -435,10 +444,10 @@ class _StreamAccess:
 
 
 def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Decorate a method that writes the memory of its object. The object has a `StreamOrder`.
+    """Decorate a method that writes the memory of its object: run it in `self._order.writes`.
 
-    The attribute `_order` of the object is this `StreamOrder`. The method waits for earlier work of
-    other streams on the memory. Later work of other streams waits for the method.
+    `self._order` is the `StreamOrder` of the object. The method waits for earlier accesses of other
+    streams. Later accesses of other streams wait for the method.
     """
 
     @wraps(method)
@@ -450,7 +459,7 @@ def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def library(device: torch.device) -> ModuleType:
-    """Return the module for computations with results of `own`: numpy on the CPU, else torch."""
+    """Return the module that computes with results of `own`: numpy on the CPU, else torch."""
     return np if device.type == "cpu" else torch
 
 
@@ -460,14 +469,14 @@ def own(tensor: torch.Tensor) -> Any:
 
 
 def own_float64(tensor: torch.Tensor) -> Any:
-    """Copy real numbers to float64, without gradients: an array on the CPU, else a tensor."""
-    if tensor.is_cpu and tensor.dtype in _FLOATS:  # numpy takes a fifth of the time.
+    """Return real numbers in float64, without gradients: an array on the CPU, else a tensor."""
+    if tensor.is_cpu and tensor.dtype in _FLOATS:  # `astype` takes a fifth of the time of torch.
         return (tensor.detach() if tensor.requires_grad else tensor).numpy().astype(np.float64)
     return own(tensor.detach().double())
 
 
 def float32_of(values: Any) -> torch.Tensor:
-    """Copy an array or tensor to a float32 tensor."""
+    """Return an array or tensor as a float32 tensor. A float32 tensor is not copied."""
     return (
         values.float()
         if isinstance(values, torch.Tensor)
@@ -492,16 +501,22 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
     if isinstance(source, torch.Tensor):
         torch.index_select(source, 0, index, out=out)
     else:
-        source.take(index, 0, out, "clip")  # The mode "raise" copies twice.
+        # The default mode "raise" writes to a temporary array first.
+        source.take(index, 0, out, "clip")
 
 
 def last_copies(index: Any, values: Any, capacity: int, order: torch.Tensor | None = None) -> Any:
-    """Return `values` with one value per distinct index: the last value of that index.
+    """Return `values` in which each value is replaced by the last value of the same index.
 
-    The result can then be written to the indices in any order. Arrays are returned unchanged, since
-    numpy writes in order. `index` is `[n]`, below `capacity`, and may contain an index twice.
-    `values` is `[n, ...]`. `order` is a tensor of the numbers 0, 1, ..., n - 1, if the caller has
-    one.
+    torch writes `target[index] = values` in no defined order on a GPU. With the result of this
+    function the last value remains in any order. Arrays are returned unchanged, since numpy writes
+    in order.
+
+    Args:
+        index: `[n]` integers below `capacity`, possibly with duplicates.
+        values: `[n, ...]`.
+        capacity: Upper limit of the indices.
+        order: `[n]` int64 tensor of 0, 1, ..., n - 1, if the caller already has one.
     """
     if not isinstance(values, torch.Tensor):
         return values
@@ -535,9 +550,14 @@ def on_host(value: Any) -> npt.NDArray[Any]:
 
 def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the array, or a copy if torch does not support its strides, order or flags."""
-    is_odd = any(
+    has_odd_strides = any(
         stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides
     )
-    if not is_odd and array.dtype.isnative and array.flags.writeable and array.flags.aligned:
+    if (
+        not has_odd_strides
+        and array.dtype.isnative
+        and array.flags.writeable
+        and array.flags.aligned
+    ):
         return array
     return np.array(array, array.dtype.newbyteorder("="), order="C")

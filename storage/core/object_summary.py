@@ -15,16 +15,17 @@ from typing import Any
 import torch
 
 from ..errors import RolloutDataError
-from .fields import Schema
+from .fields import Field, Schema
 
-#: Names of attributes that contain the capacity of an object, and of further properties to show.
-_CAPACITIES, _PROPERTIES = (
-    ("capacity", "replay_buffer_size", "buffer_size", "max_size"),
-    ("num_transitions_per_env",),
-)
+#: Names of the attribute that contains the capacity of an object.
+_CAPACITIES = ("capacity", "replay_buffer_size", "buffer_size", "max_size")
+#: Names of properties to show. Attributes are shown without being named here.
+_PROPERTIES = ("num_transitions_per_env",)
+#: Packages whose objects are searched for a schema.
+_OURS = ("storage.", "rollout_data.")
 _MAX_FIELDS = 16
 _MAX_FACTS = 10
-#: Depth of the search for fields in the attributes of an object.
+#: Levels of attributes that are searched for a schema.
 _DEPTH = 3
 
 
@@ -37,45 +38,52 @@ class Shown:
 
 def described(thing: Any) -> str:
     """Return a description of a store, dataset or batch: its attributes, and one line per field."""
-    batch = (
-        dict(thing)
-        if isinstance(thing, Mapping)
-        else thing._asdict()
-        if hasattr(thing, "_asdict")
-        else None
-    )
-    batch = vars(thing) if is_dataclass(thing) else batch
-    facts = [
-        f"{name}={value}"
-        for name, value in (_facts(thing) if batch is None else batch.items())
-        if _is_fact(value)
-    ]
-    lines = list(_tensors(batch or {}))
-    if batch is None and (schema := _schema_of(thing, _DEPTH)) is not None:
-        lines = [
-            f"{name}: {'texts' if field.is_text else _words(field.dtype, field.shape)}"
-            for name, field in schema.items()
-        ]
+    batch = _batch_items(thing)
+    if batch is None:
+        facts = list(_facts(thing))
+        lines = _field_lines(_schema_of(thing, _DEPTH) or {})
+    else:
+        facts = list(batch.items())
+        lines = list(_tensors(batch))
+    shown = [f"{name}={value}" for name, value in facts if _is_fact(value)]
     left_out = len(lines) - _MAX_FIELDS
-    lines = [*lines[:_MAX_FIELDS], *([f"and {left_out} more"] if left_out > 0 else [])]
-    return "\n  ".join([f"{type(thing).__name__}({', '.join(facts[:_MAX_FACTS])})", *lines])
+    if left_out > 0:
+        lines = [*lines[:_MAX_FIELDS], f"and {left_out} more"]
+    return "\n  ".join([f"{type(thing).__name__}({', '.join(shown[:_MAX_FACTS])})", *lines])
+
+
+def _batch_items(thing: Any) -> dict[str, Any] | None:
+    """Return the values by name of a dataclass, mapping or named tuple; None for other objects."""
+    if is_dataclass(thing):
+        return vars(thing)
+    if isinstance(thing, Mapping):
+        return dict(thing)
+    if hasattr(thing, "_asdict"):
+        values: dict[str, Any] = thing._asdict()
+        return values
+    return None
 
 
 def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield pairs (name, value) of an object: its length, then its public attributes."""
-    most = next((name for name in _CAPACITIES if isinstance(getattr(thing, name, None), int)), "")
-    with suppress(RolloutDataError, TypeError):  # The object may be closed or lack a length.
-        yield "len", f"{len(thing):,} of {getattr(thing, most):,}" if most else f"{len(thing):,}"
-    yield from ((name, getattr(thing, name)) for name in _PROPERTIES if name in dir(type(thing)))
-    yield from (
-        (name, value)
-        for name, value in vars(thing).items()
-        if name[0] != "_" and name not in (most, *_PROPERTIES)
-    )
+    """Yield (name, value) for the length of a store or dataset, then for its public attributes."""
+    capacity = ""
+    for name in _CAPACITIES:
+        if isinstance(getattr(thing, name, None), int):
+            capacity = name
+            break
+    with suppress(RolloutDataError, TypeError):  # The object may be closed or have no length.
+        of_capacity = f" of {getattr(thing, capacity):,}" if capacity else ""
+        yield "len", f"{len(thing):,}{of_capacity}"
+    for name in _PROPERTIES:
+        if name in dir(type(thing)):
+            yield name, getattr(thing, name)
+    for name, value in vars(thing).items():
+        if name[0] != "_" and name not in (capacity, *_PROPERTIES):
+            yield name, value
 
 
 def _is_fact(value: Any) -> bool:
-    """Return whether to show a value: a short plain value that is neither False nor ""."""
+    """Return whether a value is shown: a short plain value that is neither False nor ""."""
     if isinstance(value, (list, tuple)):
         return 0 < len(value) <= 4 and all(
             isinstance(item, (int, str, os.PathLike)) for item in value
@@ -94,24 +102,33 @@ def _tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _tensors(value, f"{prefix}{name}/")
 
 
+def _field_lines(schema: Mapping[str, Field]) -> list[str]:
+    return [
+        f"{name}: {'texts' if field.is_text else _words(field.dtype, field.shape)}"
+        for name, field in schema.items()
+    ]
+
+
 def _words(dtype: str, shape: Any) -> str:
     return f"{dtype}{list(shape)}"
 
 
 def _schema_of(thing: Any, depth: int) -> Schema | None:
-    """Return the schema of an object; if it has none, of an attribute up to `depth` levels down."""
+    """Return the schema of an object, or else the schema of one of its parts; None for no schema.
+
+    Parts are attributes, or first items of lists in attributes, whose class is in this project.
+    Parts of parts are searched up to `depth` levels down.
+    """
     attributes = getattr(thing, "__dict__", {})
-    if isinstance(schema := attributes.get("schema"), Schema) and len(schema):
+    schema = attributes.get("schema")
+    if isinstance(schema, Schema) and len(schema):
         return schema
-    parts = [
-        part
-        for value in attributes.values()
-        for part in (value[:1] if isinstance(value, list) else [value])
-    ]
-    inner = [
-        part for part in parts if type(part).__module__.startswith(("storage.", "rollout_data."))
-    ]
-    for value in inner if depth else ():
-        if (deeper := _schema_of(value, depth - 1)) is not None:
-            return deeper
+    if depth == 0:
+        return None
+    for value in attributes.values():
+        for part in value[:1] if isinstance(value, list) else [value]:
+            if type(part).__module__.startswith(_OURS):
+                schema = _schema_of(part, depth - 1)
+                if schema is not None:
+                    return schema
     return None

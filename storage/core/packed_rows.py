@@ -1,8 +1,9 @@
-"""Packed rows: the memory layout of several fields, and the conversion of rows to a dict of fields.
+"""Packed rows: several fields in one memory block, and their conversion to a dict of fields.
 
-Small fields are adjacent in one packed row, so that a batch takes one gather. One gather per field
-takes 1.4-1.75 times as long at batches of 256 to 4096. Fields of `WIDE_ROW_BYTES` or more per row
-are stored separately, since their gather is limited by memory speed.
+The values of all small fields of a row are adjacent, so that one gather copies the rows of a batch.
+One gather per field takes 1.4-1.75 times as long at batches of 256 to 4096. Fields of
+`WIDE_ROW_BYTES` or more per row are stored separately, since their gather is limited by memory
+speed.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 
 from .fields import Field, Schema, unflatten
 
-#: Bytes per row from which a field is stored separately.
+#: Minimum bytes per row of a field that is stored separately.
 WIDE_ROW_BYTES = 4096
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Position in bytes of one field in a packed row of its `Group`."""
+    """Position of one field in a packed row of its `Group`: bytes `start` to `stop - 1`."""
 
     field: Field
     start: int
@@ -38,8 +39,9 @@ class Group:
     Attributes:
         parts: Positions of the fields, the largest items first, so that each is aligned to its
             size.
-        width: Row size in units of `unit`.
-        unit: Dtype of copies of rows. Copies keep every bit; nothing is computed in this dtype.
+        width: Number of elements of dtype `unit` in a packed row.
+        unit: Dtype in which packed rows are stored and copied, float32 or uint8. Copies keep every
+            bit; nothing is computed in this dtype.
     """
 
     parts: tuple[Part, ...]
@@ -89,10 +91,10 @@ def _pack(fields: list[Field]) -> Group:
 
 
 class Target(NamedTuple):
-    """A field to copy.
+    """Field of packed rows that a `Cut` adds to its result.
 
     Attributes:
-        row: Row from which the field is copied: 0 for the row itself, 1 for the following row.
+        row: Row from which the field is taken: 0 for the drawn row, 1 for the following row.
         field: Flat name of the field in the schema.
         name: Flat name of the field in the result.
     """
@@ -103,15 +105,16 @@ class Target(NamedTuple):
 
 
 class _FieldPlace(NamedTuple):
-    """Instruction to create one leaf of the result, or a nested dict if `view` is -1.
+    """Step of a `Cut`: set one key of a dict to a tensor, or to a new dict if `view` is -1.
 
     Attributes:
-        node: Number of the parent dict, in the order of creation.
-        key: Key in the parent dict.
-        view: Position in `Cut._views`: packed rows, viewed as one dtype.
-        items: Slices of the view that contain the field.
-        shape: Shape of the field per row; None for one axis.
-        make: Function that converts the slices to a tensor.
+        node: Number of the dict that gets the key. The result is dict 0. New dicts are numbered in
+            the order of creation.
+        key: Key in this dict.
+        view: Index in `Cut._views` of the packed rows, viewed as the dtype of the field.
+        items: Index of the field in this view: all rows, and the columns of the field.
+        shape: Shape of the field per row. None if it has one axis and needs no reshape.
+        make: Function that converts the indexed part of the view to a tensor.
     """
 
     node: int
@@ -123,25 +126,28 @@ class _FieldPlace(NamedTuple):
 
 
 class Cut:
-    """Plan that converts packed rows to a dict of fields. It is computed once for many samples.
+    """Plan that converts packed rows to a dict of fields. One plan serves many samples.
 
-    The fields are views of the packed rows. A plan may also copy fields of the following rows.
+    The caller gathers packed rows and passes them to the plan. The fields of the result are views
+    of these rows. The result may also have fields of the rows that follow the drawn rows.
 
     Args:
         groups: Groups of fields that are adjacent in memory.
-        targets: Fields to copy, in the order of the result. A later target replaces an earlier
-            target of the same name.
-        contiguous: Whether the fields are contiguous copies instead of views.
+        targets: Fields of the result, in order. A later target replaces an earlier target of the
+            same name.
+        contiguous: Whether the fields of the result are contiguous copies instead of views.
         nested: Whether "a/b" becomes `{"a": {"b": ...}}` in the result.
-        apart: Whether following rows are gathered separately, and passed after the rows of all
-            groups. Otherwise a row and the following row are gathered as one piece.
+        apart: Whether the caller gathers the following rows separately, and passes them after the
+            rows of all groups. Otherwise a row and its following row are gathered as one piece.
         device: Device of the rows. On the CPU numpy slices the rows, in half the time of torch.
 
     Attributes:
-        targets: Fields to copy, with distinct names.
-        wanted: For each group, whether fields of the rows, and of the following rows, are copied.
-        widths: For each group, number of units to gather from the start of a row. If `apart` is
-            False, this includes the following row up to its last copied field.
+        targets: Fields of the result, with distinct names.
+        wanted: Pair of bools for each group: whether the result has fields of the drawn rows, and
+            of the following rows.
+        widths: For each group, number of elements of dtype `Group.unit` to gather from the start of
+            a row. If `apart` is False, this includes the following row up to its last field in the
+            result.
         reach: Number of consecutive rows to gather, 1 or 2.
     """
 
@@ -168,11 +174,11 @@ class Cut:
         self.wanted = [((place, 0) in asked, (place, 1) in asked) for place in range(len(groups))]
         self.reach = 1 + any(following for _, following in self.wanted)
         self.widths = [self._width(place) for place in range(len(groups))]
-        #: Views to create: position of the packed rows, and dtype of numpy or torch.
+        #: Views of packed rows: (index in the argument `rows` of the call, dtype of the view).
         self._views: list[tuple[int, Any]] = []
         self._leaves: list[_FieldPlace] = []
         if nested:
-            # Raises an error if two names conflict.
+            # Names such as "a" and "a/b" conflict; `unflatten` raises an error for them.
             unflatten(dict.fromkeys((target.name for target in self.targets), 0))
         nodes: dict[tuple[str, ...], int] = {(): 0}
         for target in self.targets:
@@ -188,9 +194,9 @@ class Cut:
         """Convert packed rows to a dict of fields.
 
         Args:
-            rows: Packed rows `[n, width]` of each group; with `apart`, followed by the following
-                rows of each group. None for a group without copied fields. Arrays on the CPU,
-                elsewhere tensors.
+            rows: One item per group: its packed rows `[n, width]`, or None if the result has no
+                field of the group. With `apart`, one item per group for the following rows comes
+                after these items. Arrays on the CPU, tensors on other devices.
         """
         views = [rows[place].view(dtype) for place, dtype in self._views]
         nodes: list[dict[str, Any]] = [{}]
@@ -206,13 +212,13 @@ class Cut:
         return nodes[0]
 
     def _width(self, place: int) -> int:
-        """Return the number of units to gather per row of a group; see `widths`."""
+        """Return the item of `widths` for the group at index `place`."""
         group, (own, following) = self._groups[place], self.wanted[place]
         if self._apart or not following:
             return group.width if own or following else 0
         parts = (self._parts[target.field] for target in self.targets if target.row)
         stop = max(part.stop for at, part in parts if at == place)
-        # Round up, so that the width is a whole number of items of every dtype.
+        # Round up, so that the gathered rows can be viewed as every dtype of the group.
         largest = max(
             group.unit.itemsize, *(part.field.numpy_dtype.itemsize for part in group.parts)
         )
@@ -245,9 +251,9 @@ class Cut:
 
 
 def _tensor(is_bfloat16: bool, contiguous: bool, cells: Any) -> torch.Tensor:
-    """Convert slices of packed rows to a tensor.
+    """Convert the columns of a field, an array or a tensor, to a tensor of the result.
 
-    The tensor is detached from autograd, so that the user may change it in place.
+    The result is detached from autograd, so that the user may change it in place.
     """
     tensor: torch.Tensor = torch.from_numpy(cells) if isinstance(cells, np.ndarray) else cells.data
     tensor = tensor.contiguous() if contiguous else tensor

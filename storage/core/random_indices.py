@@ -18,12 +18,12 @@ import torch
 from ..errors import UsageError
 from . import arguments
 
-#: Number of rows up to which 32 random bits are enough. For more rows, draws are widened by
-#: `_MORE_BITS`, so that every version of torch uses 64 random bits. The limit from which torch uses
-#: 64 bits is 2 ** 28 choices in some versions and 2 ** 32 in others.
-_MAX_SHORT, _MORE_BITS = 1 << 20, 12
-#: Random bits of a draw by `scaled`. The sum of the integers of `whole_weights` is below
-#: `2 ** RANDOM_BITS`.
+#: Maximum number of rows for which torch's draws from 32 random bits are uniform enough.
+_MAX_SHORT = 1 << 20
+#: Bits that are added to draws from more rows and then dropped. These draws are from more than
+#: 2 ** 32 choices, for which every version of torch uses 64 random bits.
+_MORE_BITS = 12
+#: Random bits per weighted draw, and maximum bits of the sum of integer weights.
 RANDOM_BITS = 62
 _HALF_BITS = RANDOM_BITS // 2
 _LOW_HALF = (1 << _HALF_BITS) - 1
@@ -32,8 +32,10 @@ _LOW_HALF = (1 << _HALF_BITS) - 1
 class _SeedSource:
     """Source of seeds for objects that are created without a generator.
 
+    Each seed combines `initial_seed` with the number of objects created so far.
+
     Args:
-        initial_seed: Seed that is combined with a running number; None for `torch.initial_seed()`.
+        initial_seed: Any integer; None for `torch.initial_seed()` at the time of each call.
     """
 
     def __init__(self, initial_seed: int | None = None) -> None:
@@ -59,7 +61,7 @@ _seeds = _SeedSource()
 
 @contextmanager
 def seeds_from(initial_seed: int) -> Iterator[None]:
-    """Use `initial_seed` instead of `torch.initial_seed()` for objects created in the block."""
+    """Seed generators created in the block from `initial_seed`, not from `torch.initial_seed()`."""
     global _seeds
     before = _seeds
     _seeds = _SeedSource(initial_seed)
@@ -128,11 +130,14 @@ def whole_weights_on_device(weights: torch.Tensor) -> torch.Tensor:
 def scaled(bits: Any, choices: Any) -> Any:
     """Map random numbers of 62 bits to [0, choices): `bits * choices / 2**62`, rounded down.
 
-    The counts of `bits` values that map to the same number differ by at most one.
+    All results are equally likely: the number of `bits` values that map to a result differs by at
+    most one between results. The product is computed in parts of 31 bits, since it has up to 124
+    bits.
 
     Args:
         bits: int64 array or tensor of numbers in [0, 2**62).
-        choices: Number of choices in [0, 2**62]: an int, or an array or tensor like `bits`.
+        choices: Number of possible results, in [0, 2**62]: an int, or an array or tensor with one
+            number per element of `bits`.
     """
     high = bits >> _HALF_BITS
     low = bits & _LOW_HALF
@@ -222,8 +227,9 @@ class Weighted:
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor:
         """Draw indices, `[num_draws]` int64."""
         points = scaled(random_bits(num_draws, generator), self._total)
-        # `right=True` finds the first end above the point. It skips an index of weight 0, because
-        # its end equals the end of the index before.
+        # `_ends` are the sums of the weights up to each index. `right=True` returns the first index
+        # whose end is above the point. An index of weight 0 has the end of the index before it and
+        # is therefore never returned.
         return torch.searchsorted(self._ends, points, right=True)
 
 

@@ -24,16 +24,17 @@ from .memory import as_given
 
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
 Key = str | tuple[str, ...]
-#: Accepted dtypes of a leaf. "exact": the field's dtype. "safe": dtypes that torch casts to the
-#: field's dtype. "in range": as "safe", but a number outside the range of the field's dtype is an
-#: error. "floating": any floating dtype, with the same check of the range. "flag": any real dtype.
+#: Dtypes that `fit` accepts for a leaf. "exact": only the field's dtype. "safe": dtypes that torch
+#: casts to the field's dtype. "in range": the same dtypes as "safe", but each number must be in the
+#: range of the field's dtype. "floating": any floating dtype, with the same condition. "flag": any
+#: dtype of real numbers, or bool.
 Cast = Literal["exact", "safe", "in range", "floating", "flag"]
 COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "complex64": (torch.complex64, np.dtype("<c8")),
     "complex128": (torch.complex128, np.dtype("<c16")),
 }
-#: Size of a record in bytes up to which `read_again` returns arrays. For larger records, copies by
-#: torch with several threads are faster.
+#: Maximum bytes of a record that `read_again` returns as arrays. torch copies larger records faster,
+#: with several threads.
 _MAX_FORM_BYTES = 4 * 1024 * 1024
 
 
@@ -73,7 +74,7 @@ def normal(keys: Key | list[Key] | list[str] | None, argument: str) -> str | lis
 
 
 def names_below(schema: Mapping[str, Any], key: Key, argument: str) -> list[str]:
-    """Return the names of the leaves of a key: the key itself, or all leaves below it.
+    """Return the flat names of the leaves that a key selects: a leaf, or all leaves of a mapping.
 
     Raises:
         MissingFieldError: The schema has no such leaf. The message names the argument and all
@@ -90,7 +91,7 @@ def names_below(schema: Mapping[str, Any], key: Key, argument: str) -> list[str]
 
 @dataclass(frozen=True)
 class ComplexField(Field):
-    """A field of complex numbers. Only buffers in memory support it, recordings do not."""
+    """A field of complex numbers. Buffers in memory support it; recordings do not."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -174,8 +175,8 @@ def dense(value: torch.Tensor, subject: str) -> torch.Tensor:
         else:
             form = f"a tensor of layout {value.layout}"
         raise FieldTypeError(f"{subject} must be a dense tensor, got {form}.")
-    # `x.conj()` and its imaginary part are lazy: memory has the original number, and a flag the
-    # conjugation or the sign.
+    # torch computes conjugates and their imaginary parts lazily. The memory has the original
+    # numbers, and a flag of the tensor marks the missing conjugation or change of sign.
     resolved: torch.Tensor = value.detach().resolve_conj().resolve_neg()
     return resolved
 
@@ -250,10 +251,12 @@ def _limits(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _in_range(value: torch.Tensor, field: Field, deferred: DeferredErrors | None) -> torch.Tensor:
-    """Convert numbers to the field's dtype.
+    """Convert numbers to the field's dtype, and check that they are in the range of this dtype.
+
+    With `deferred`, numbers outside of the range become 0, and a later call raises the error.
 
     Raises:
-        FieldTypeError: A number wraps around or becomes infinite.
+        FieldTypeError: There is no `deferred`, and a number would wrap around or become infinite.
     """
     low, high = _limits(field.torch_dtype)
     limits = f"the range of {field.dtype} ({low} to {high})"
@@ -304,18 +307,21 @@ class Rows:
 
 
 class _Leaf(NamedTuple):
-    """Position and form of a leaf in the last record.
+    """Expected place, dtype and shape of one array, as in the last record that `read` checked.
 
-    `node` is the position of the parent mapping. `key` is the leaf's key in this mapping. `dtype`
-    is the leaf's dtype.
+    Attributes:
+        node: Index of the mapping that contains the leaf, in `RecordReader._nodes`.
+        key: Key of the leaf in this mapping.
+        dtype: Dtype of the leaf.
+        event: Shape of the leaf without the leading axes.
+        shape: Shape of the field per row.
+        target: Dtype of the field.
     """
 
     node: int
     key: str
     dtype: np.dtype[Any]
-    #: Shape of the leaf without the leading axes.
     event: tuple[int, ...]
-    #: `shape` is the field's shape per row. `target` is the field's dtype.
     shape: tuple[int, ...]
     target: np.dtype[Any]
 
@@ -323,17 +329,18 @@ class _Leaf(NamedTuple):
 class RecordReader:
     """Reader that checks records and converts them to `Rows`. `freeze` fixes the schema.
 
-    `read` checks a record completely and remembers its form: names, types, dtypes and shapes of
-    the leaves. `read_again` and `rows_again` skip these checks for a record of the same form. A row
-    of four fields then takes 4 to 8 us instead of 45 to 100 us. Small records on the CPU are
-    returned as arrays, other records as tensors.
+    `read` checks a record completely and stores its form: names, types, dtypes and event shapes of
+    the leaves. `read_again` and `rows_again` compare a record with this form and skip the other
+    checks. A row of four fields then takes 4 to 8 us instead of 45 to 100 us. `read_again` returns
+    arrays for small records on the CPU. `rows_again` returns tensors for other records too.
 
     Args:
-        num_lanes: Number of streams that are written together, such as environments. They are the
-            second axis of the store. None until `freeze`.
-        has_lane_axis: Whether leaves are `[n, lanes, *event]`. Otherwise leaves are
+        num_lanes: Number of lanes, such as environments. Lanes are the second axis of the store.
+            None: the first record determines the number, and `freeze` sets it.
+        has_lane_axis: Whether leaves of records are `[n, lanes, *event]`. Otherwise they are
             `[n * lanes, *event]`.
-        auto_unsqueeze: Whether a leaf without event axes becomes `[..., 1]` instead of an error.
+        auto_unsqueeze: Whether a leaf without event axes gets one of size 1. Otherwise it is an
+            error.
         narrow: Whether float64 is converted to float32.
     """
 
@@ -347,30 +354,32 @@ class RecordReader:
         self.auto_unsqueeze = auto_unsqueeze
         self.narrow = narrow
         self.schema: Schema | None = None
-        #: Form of the last record. Nodes are the nested mappings, the record itself first, as
-        #: (parent, key, type, number of keys). Leaves are in the order of the schema; empty if the
-        #: record cannot be read as arrays.
+        #: Mappings in the last record that `read` checked, the record itself first: (index of the
+        #: parent, key in the parent, type, number of keys).
         self._nodes: list[tuple[int, str, Any, int]] = []
+        #: Leaves of that record in the order of the schema. Empty if numpy cannot read them.
         self._leaves: list[_Leaf] = []
+        #: Whether the dtype of an array leaf differs from the dtype of its field.
         self._is_converted = False
-        #: Leaves of the last record if all are tensors of one device, as (node, key, type, dtype,
-        #: event shape, field's shape).
+        #: The same leaves as tensors: (index of the mapping, key, type, dtype, event shape, field's
+        #: shape). Empty unless all are tensors on one device in the dtypes of their fields.
         self._tensor_leaves: list[
             tuple[int, str, type[torch.Tensor], torch.dtype, tuple[int, ...], tuple[int, ...]]
         ] = []
         self._tensor_device: torch.device | None = None
-        #: Sizes of the leading axes (rows and lanes) of the last record of tensors, and the pairs
-        #: of shapes of its leaves, as in `_shapes`.
-        self._tensor_lead: tuple[int, ...] = ()
+        #: For each item of `_tensor_leaves`: expected shape of the tensor, and its shape in `Rows`.
+        #: The expected shape begins with `_tensor_lead`, the leading sizes of the last record.
         self._tensor_shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        #: Pairs of the expected shape of each leaf, and its shape in rows, both with the leading
-        #: sizes of the last record.
+        self._tensor_lead: tuple[int, ...] = ()
+        #: For each item of `_leaves`: expected shape of the array, and shape of the array that
+        #: `read_again` returns. The expected shape begins with the leading sizes of the last record.
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def renewed(self, num_lanes: int | None = None) -> RecordReader:
         """Return a reader with the same options and without a schema.
 
-        With `num_lanes=None`, the new reader has the `num_lanes` of this reader's constructor.
+        With `num_lanes=None`, the new reader gets the `num_lanes` of the constructor call of this
+        reader.
         """
         num_lanes = self._first_num_lanes if num_lanes is None else num_lanes
         return RecordReader(num_lanes, self.has_lane_axis, self.auto_unsqueeze, self.narrow)
@@ -383,28 +392,20 @@ class RecordReader:
         self._tensor_leaves = []
 
     def read_again(self, record: Any) -> list[npt.NDArray[Any]] | None:
-        """Return the leaves of a small CPU record that has the form of the last record.
+        """Return the leaves of a small record on the CPU, if it has the form of the last record.
 
         Returns:
-            Arrays `[n, *event]` with one lane, otherwise `[n, lanes, *event]`, in the fields'
-            dtypes. An array without dtype conversion shares memory with the record. None if the
-            record has another form.
+            Arrays in the order of the schema and in the fields' dtypes: `[n, *event]` with one
+            lane, otherwise `[n, lanes, *event]`. An array without dtype conversion shares memory
+            with the record. None if the record is large, not on the CPU, or has another form.
         """
         if not self._leaves:
             return None
-        nodes: list[Any] = [record]
         arrays: list[npt.NDArray[Any]] = []
         try:
-            for parent, key, kind, num_keys in self._nodes:
-                if key:
-                    # `[]` would add a missing key to a defaultdict.
-                    nodes.append(nodes[parent].get(key))
-                node = nodes[-1]
-                if (
-                    type(node) is not kind
-                    or len(node if isinstance(node, dict) else node.keys()) != num_keys
-                ):
-                    return None
+            nodes = self._nodes_of(record)
+            if nodes is None:
+                return None
             for number, leaf in enumerate(self._leaves):
                 place, key, dtype = leaf[:3]
                 value = nodes[place].get(key)
@@ -412,18 +413,14 @@ class RecordReader:
                 array = value if type(value) is np.ndarray else value.numpy()
                 shape, target = self._shapes[number]
                 if array.shape != shape:
-                    if number or not self._takes_lead(array):
+                    if number or not self._set_shapes(array):
                         return None
                     shape, target = self._shapes[0]
                 if array.dtype is not dtype:
                     return None
                 arrays.append(array if shape == target else array.reshape(target))
-        except (
-            AttributeError,
-            KeyError,
-            RuntimeError,
-            TypeError,
-        ):  # For example, `numpy` of a tensor with gradients raises RuntimeError.
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            # For example, `numpy` of a tensor with gradients raises RuntimeError.
             return None
         if self._is_converted:
             # numpy must not warn about conversions, since torch does not.
@@ -439,30 +436,23 @@ class RecordReader:
         schema = self.schema
         arrays = self.read_again(record)
         if arrays is not None and schema is not None:
-            lanes = 1 if self.num_lanes == 1 else None
             tensors = [torch.from_numpy(array) for array in arrays]
-            tensors = tensors if lanes is None else [tensor.unsqueeze(1) for tensor in tensors]
+            if self.num_lanes == 1:
+                tensors = [tensor.unsqueeze(1) for tensor in tensors]
             return Rows(len(tensors[0]), tensors, schema)
         if not self._tensor_leaves or schema is None:
             return None
-        nodes: list[Any] = [record]
         row_tensors: list[torch.Tensor] = []
         try:
-            for parent, key, kind, num_keys in self._nodes:
-                if key:
-                    nodes.append(nodes[parent].get(key))
-                node = nodes[-1]
-                if (
-                    type(node) is not kind
-                    or len(node if isinstance(node, dict) else node.keys()) != num_keys
-                ):
-                    return None
+            nodes = self._nodes_of(record)
+            if nodes is None:
+                return None
             device = self._tensor_device
             for number, (place, key, tensor_type, dtype, _, _) in enumerate(self._tensor_leaves):
                 value: Any = nodes[place].get(key)
                 if type(value) is not tensor_type or value.dtype is not dtype:
                     return None
-                if not number and not self._takes_tensor_lead(value.shape[: self.num_lead]):
+                if not number and not self._set_tensor_shapes(value.shape[: self.num_lead]):
                     return None
                 shape, target = self._tensor_shapes[number]
                 if (
@@ -478,10 +468,25 @@ class RecordReader:
             return None  # For example, `view` of a transposed tensor raises RuntimeError.
         return Rows(self._tensor_shapes[0][1][0], row_tensors, schema)
 
-    def _takes_tensor_lead(self, lead: tuple[int, ...]) -> bool:
-        """Set the expected shapes of leaves from their leading sizes, rows and lanes.
+    def _nodes_of(self, record: Any) -> list[Any] | None:
+        """Return the mappings in a record, in the order of `_nodes`; None for another form."""
+        nodes: list[Any] = [record]
+        for parent, key, kind, num_keys in self._nodes:
+            if key:
+                # `[]` would add a missing key to a defaultdict.
+                nodes.append(nodes[parent].get(key))
+            node = nodes[-1]
+            if (
+                type(node) is not kind
+                or len(node if isinstance(node, dict) else node.keys()) != num_keys
+            ):
+                return None
+        return nodes
 
-        Returns False if the leading sizes do not match the number of lanes.
+    def _set_tensor_shapes(self, lead: tuple[int, ...]) -> bool:
+        """Set `_tensor_shapes` for the leading sizes of a new record.
+
+        Returns False and sets nothing if `_rows_of_lead` returns None for them.
         """
         if lead != self._tensor_lead:
             rows = self._rows_of_lead(lead)
@@ -494,7 +499,7 @@ class RecordReader:
         return True
 
     def _rows_of_lead(self, lead: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return (rows, lanes) for the leading sizes of a leaf.
+        """Return (number of rows, number of lanes) for the leading sizes of a leaf.
 
         Returns None if there is no row, or if the sizes do not match the number of lanes.
         """
@@ -510,7 +515,8 @@ class RecordReader:
 
         Args:
             record: Nested mapping of tensors or arrays.
-            names: Fields of the schema that the record must have, and no others; None for all.
+            names: Names of the fields that the record must have, if these are not all fields of the
+                schema. Other fields are an error.
             argument: Name of the record in errors.
 
         Raises:
@@ -547,7 +553,7 @@ class RecordReader:
         return leaf.to(torch.float32) if self.narrow and leaf.dtype == torch.float64 else leaf
 
     def _with_lead(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """View a leaf as `[n, lanes, *event]`."""
+        """Return a leaf as `[n, lanes, *event]`."""
         if value.dim() == self.num_lead and self.auto_unsqueeze:
             value = value.unsqueeze(-1)
         if value.dim() <= self.num_lead:
@@ -584,7 +590,7 @@ class RecordReader:
             raise SchemaError(f"field {first!r} has {like.shape[1]} lanes, expected {expected}.")
 
     def _note_form(self, record: Any, schema: Schema) -> None:
-        """Store the form of a record that has the names of a schema, for `read_again`."""
+        """Store the form of a checked record, for `read_again` and `rows_again`."""
         nodes = [(0, "", type(record), len(record.keys()))]
         waiting = [(0, "", record)]
         form: dict[str, tuple[int, str, Any]] = {}
@@ -602,21 +608,15 @@ class RecordReader:
         except (AttributeError, KeyError, RuntimeError, TypeError):
             # The record contains a list, which only `read` supports.
             return
-        self._note_tensors(nodes, named)
-        try:
-            leaves = [_leaf_of(*leaf, self.num_lead) for leaf in named]
-        except (AttributeError, KeyError, RuntimeError, TypeError):
-            # A leaf is on a GPU or of a subclass of tensor, so that only tensors can be read again.
-            return
         self._nodes = nodes
-        self._leaves = leaves
-        self._is_converted = any(leaf.dtype is not leaf.target for leaf in leaves)
-        self._shapes = [((-1,), (-1,))] * len(leaves)
+        self._note_tensors(named)
+        self._note_arrays(named)
 
-    def _note_tensors(
-        self, nodes: list[tuple[int, str, Any, int]], named: list[tuple[int, str, Any, Field]]
-    ) -> None:
-        """Store the form of leaves that are real tensors of one device in the fields' dtypes."""
+    def _note_tensors(self, named: list[tuple[int, str, Any, Field]]) -> None:
+        """Store the form of leaves for `rows_again`, if `rows_again` can read them as tensors.
+
+        All leaves must be tensors on one device, in the dtypes of their fields, and not complex.
+        """
         devices = {value.device for _, _, value, _ in named if isinstance(value, torch.Tensor)}
         leaves = []
         for node, key, value, field in named:
@@ -637,32 +637,49 @@ class RecordReader:
                     field.shape,
                 )
             )
-        self._nodes = nodes
         self._tensor_leaves = leaves
         self._tensor_device = devices.pop()
         self._tensor_lead = ()
 
-    def _takes_lead(self, first: npt.NDArray[Any]) -> bool:
-        """Set the expected shapes of all leaves from the leading sizes of the first leaf.
+    def _note_arrays(self, named: list[tuple[int, str, Any, Field]]) -> None:
+        """Store the form of leaves for `read_again`, if all leaves can be read as arrays."""
+        leaves = []
+        for node, key, value, field in named:
+            leaf = _leaf_of(node, key, value, field, self.num_lead)
+            if leaf is None:
+                return
+            leaves.append(leaf)
+        self._leaves = leaves
+        self._is_converted = any(leaf.dtype is not leaf.target for leaf in leaves)
+        self._shapes = [((-1,), (-1,))] * len(leaves)
 
-        Returns False if the leading sizes do not match the lanes or the record is too large.
+    def _set_shapes(self, first: npt.NDArray[Any]) -> bool:
+        """Set `_shapes` for the leading sizes of a new record, whose first leaf is `first`.
+
+        Returns False if the sizes do not match the number of lanes, if there is no row, or if the
+        record is too large for `read_again`.
         """
         lead = first.shape[: self.num_lead]
         lanes = self.num_lanes or 1
-        num = prod(lead)
-        is_whole = lead[1:] == (lanes,) if self.has_lane_axis else num % lanes == 0
-        num_bytes = sum(prod(leaf.shape) * leaf.target.itemsize for leaf in self._leaves)
-        if not is_whole or not 0 < num * max(1, num_bytes) <= _MAX_FORM_BYTES:
+        num_rows = prod(lead)
+        has_all_lanes = lead[1:] == (lanes,) if self.has_lane_axis else num_rows % lanes == 0
+        row_bytes = sum(prod(leaf.shape) * leaf.target.itemsize for leaf in self._leaves)
+        if not has_all_lanes or not 0 < num_rows * max(1, row_bytes) <= _MAX_FORM_BYTES:
             return False
-        rows = (num,) if lanes == 1 else (num // lanes, lanes)
+        rows = (num_rows,) if lanes == 1 else (num_rows // lanes, lanes)
         self._shapes = [((*lead, *leaf.event), (*rows, *leaf.shape)) for leaf in self._leaves]
         return first.shape == self._shapes[0][0]
 
 
-def _leaf_of(node: int, key: str, value: Any, field: Field, num_lead: int) -> _Leaf:
-    if field.torch_dtype is torch.bfloat16:
-        raise TypeError("numpy has no bfloat16")
-    if type(value) not in (torch.Tensor, np.ndarray):
-        raise TypeError("a subclass")
-    array = value if isinstance(value, np.ndarray) else value.numpy()
+def _leaf_of(node: int, key: str, value: Any, field: Field, num_lead: int) -> _Leaf | None:
+    """Return the form of a leaf; None if `read_again` cannot read the leaf as an array.
+
+    Such leaves are of a subclass, on a GPU, or of bfloat16, which numpy does not have.
+    """
+    if field.torch_dtype is torch.bfloat16 or type(value) not in (torch.Tensor, np.ndarray):
+        return None
+    try:
+        array = value if isinstance(value, np.ndarray) else value.numpy()
+    except (RuntimeError, TypeError):
+        return None
     return _Leaf(node, key, array.dtype, array.shape[num_lead:], field.shape, field.numpy_dtype)

@@ -1,9 +1,9 @@
 """Work in other threads: `Worker` runs jobs in order, `each` runs independent calls in parallel.
 
 The error of a job is raised in the caller. An object with threads belongs to the process that
-created it. A forked child has no such threads. In a forked child, the methods of the object raise
-an error, and the end of its `with` block does nothing. Accepted jobs run before the interpreter
-exits. A job that is submitted during the exit runs in the thread of the caller.
+created it. A forked child has the object, but not its threads. In a forked child, the methods of
+the object raise an error, and the end of its `with` block does nothing. Accepted jobs run before
+the interpreter exits. A job that is submitted during the exit runs in the thread of the caller.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _Self = TypeVar("_Self", bound="Owned")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
-#: Minimum bytes of work per thread, since starting a thread takes time. Minimum bytes of work per
-#: piece, since threads wait for the global interpreter lock between pieces.
-MIN_BYTES, _MIN_PIECE_BYTES = 1 << 20, 1 << 14
-#: Parts per thread. A thread that starts late processes fewer parts.
+#: Minimum bytes of work per thread, since starting a thread takes time.
+MIN_BYTES = 1 << 20
+#: Minimum bytes of work per piece, since threads wait for the interpreter lock between pieces.
+_MIN_PIECE_BYTES = 1 << 14
+#: Parts per thread. With several parts, a thread that starts late delays the result only a little,
+#: because the other threads process more parts.
 _NUM_PARTS = 4
 
 
@@ -42,14 +44,14 @@ def num_processors() -> int:
 class Owner:
     """Process that created an object with threads, locks or connections.
 
-    A forked child has no such threads, and must not use the locks and connections.
+    A forked child has no copies of the threads, and must not use the locks and connections.
 
     Args:
-        what: Description of the object in the error of `check`.
+        description: Description of the object in the error of `check`, such as "a connection".
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, description: str) -> None:
+        self._description = description
         self._process = os.getpid()
 
     @property
@@ -61,13 +63,13 @@ class Owner:
         """Raise `UsageError` in a forked child."""
         if not self.is_own:
             raise UsageError(
-                f"the thread of {self._what} runs only in process {self._process}, not in its child "
-                f"{os.getpid()}. Create a new object in the child process."
+                f"the thread of {self._description} runs only in process {self._process}, not in "
+                f"its child {os.getpid()}. Create a new object in the child process."
             )
 
 
 class OwnCondition(threading.Condition):
-    """Lock of an object with a thread. In a forked child, acquiring the lock raises an error."""
+    """Condition variable of an object with a thread. Acquiring it in a forked child raises."""
 
     def __init__(self, owner: Owner) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ class Worker:
             future = Future()
             try:
                 future.set_result(self._run(job, *arguments, **options))
-            except BaseException as failure:  # noqa: BLE001 - kept in the future, as by the pool
+            except BaseException as failure:  # noqa: BLE001 - stored in the future
                 future.set_exception(failure)
         self._accepted.add(future)
         future.add_done_callback(self._accepted.discard)
@@ -220,7 +222,8 @@ class Worker:
     def abandon(self) -> None:
         """Accept no more jobs; the thread ends after the accepted jobs. Does not wait.
 
-        This method acquires no lock, since the garbage collector may call it inside any other call.
+        The garbage collector may call this method in a thread that holds any lock. Therefore it
+        acquires no lock.
         """
         self._is_closed = True
         # A pool ends its thread once nothing refers to the pool.
@@ -261,6 +264,7 @@ def each(
                 futures = [pool.submit(function, item) for item in listed]
                 return [future.result() for future in futures]
             except RuntimeError as cause:
+                # No thread can start while the interpreter exits. Continue in this thread.
                 if "shutdown" not in str(cause):
                     raise
             finally:
@@ -274,15 +278,18 @@ def each_part(
     num_bytes: int,
     num_threads: int | None = None,
 ) -> int:
-    """Call `function(start, stop)` for parts of `range(num_pieces)`; return the number of threads.
+    """Split `range(num_pieces)` and call `function(start, stop)` for each part, in threads.
 
     Args:
-        function: Processes the pieces `start:stop`. Threads help only if it releases the global
-            interpreter lock.
+        function: Function that processes the pieces `start` to `stop - 1`. Several threads are
+            faster only if it releases the global interpreter lock.
         num_pieces: Number of pieces of about equal size.
-        num_bytes: Bytes of all pieces. If there are few bytes, or pieces are small, one thread
-            processes all pieces.
+        num_bytes: Bytes of all pieces together. If there are few bytes, or pieces are small, one
+            call processes all pieces.
         num_threads: Maximum number of threads; None for torch's number (1 in a DataLoader worker).
+
+    Returns:
+        The number of threads.
 
     Raises:
         The error of `function`, once no part is running. Parts that have not started are skipped.
