@@ -17,16 +17,16 @@ from ..errors import SchemaError
 from ..replay.dict_buffer import DictBuffer
 from .step_pairs import StepPairs
 
-#: Field that is set where an environment was reset although the trainer set no end flag.
+#: Flag of steps after which an environment was reset although the trainer set no end flag.
 _CUT = "cut"
-#: Field that counts the steps of an environment.
+#: Field with the number of the step. Two such numbers give the number of summed rewards.
 _STEP = "step"
 _OBSERVATIONS = "observations"
 _CRITIC = "critic_observations"
 
 
 class SimpleReplayBuffer:
-    """Replay buffer for the trainers of FastTD3 and FastSAC. It stores each observation once.
+    """Replay buffer for the trainers of FastTD3 and FastSAC, which stores each observation once.
 
     Args:
         n_env: Number of environments.
@@ -35,15 +35,14 @@ class SimpleReplayBuffer:
         asymmetric_obs: Whether steps have `critic_observations`.
         playground_mode: Whether the critic's observation begins with the policy's observation. Then
             only the remaining part is stored.
-        n_steps: Number of steps n whose rewards are summed.
-        gamma: Discount per step of these sums.
+        n_steps: Number of steps n whose rewards are summed in a transition.
+        gamma: Discount per step in these sums.
         device: Device of the steps and the batches.
         generator: As for `DictBuffer`.
 
     Batches differ from those of FastTD3 in two points. Steps are drawn uniformly over all
-    environments, not equally many from each. Only steps whose rewards and next observation are
-    known are drawn. This excludes the two newest steps of an environment, and sums of fewer than n
-    rewards.
+    environments, not equally many from each. Steps whose next observation or sum of n rewards is
+    not complete yet are not drawn. These are at least the two newest steps of an environment.
     """
 
     def __init__(
@@ -115,9 +114,9 @@ class SimpleReplayBuffer:
             for columns in (steps, following):
                 columns[_CRITIC] = columns[_CRITIC][..., self._num_observed :]
         ends = tensor_dict["next"]
-        steps["rewards"] = self._column(ends["rewards"])
+        steps["rewards"] = self._column(ends, "rewards")
         for name in ("dones", "truncations"):
-            steps[name] = self._column(ends[name]) != 0
+            steps[name] = self._column(ends, name) != 0
         steps[_CUT] = torch.zeros_like(steps["dones"])
         if self.n_steps > 1:
             for columns, number in ((steps, self._num_added), (following, self._num_added + 1)):
@@ -128,8 +127,8 @@ class SimpleReplayBuffer:
     def sample(self, batch_size: int) -> Any:
         """Draw `n_env * batch_size` transitions: a `TensorDict` with the fields of `extend`.
 
-        `next` also has `effective_n_steps`, the number of summed rewards. Rewards are discounted
-        sums. The int64 flags and the next observations belong to the last step of each sum.
+        Rewards are discounted sums over `effective_n_steps` steps, an additional field of `next`.
+        The flags (int64) and the next observations belong to the last step of each sum.
 
         Raises:
             UsageError, BufferEmptyError: No transition is complete.
@@ -172,6 +171,11 @@ class SimpleReplayBuffer:
             )
         return column.unsqueeze(0)
 
-    def _column(self, values: torch.Tensor) -> torch.Tensor:
-        """Check a tensor of one number per environment and return it as `[1, n_env, 1]`."""
-        return values.reshape(1, self.n_env, 1)
+    def _column(self, columns: Any, name: str) -> torch.Tensor:
+        """Check rewards or flags of one step and return them as `[1, n_env, 1]`."""
+        column: torch.Tensor = columns[name]
+        if column.numel() != self.n_env:
+            raise SchemaError(
+                f"field {name!r} has shape {tuple(column.shape)}, expected ({self.n_env},)."
+            )
+        return column.reshape(1, self.n_env, 1)

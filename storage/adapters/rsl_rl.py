@@ -1,7 +1,7 @@
-"""`RslRlStorage`: our rollout storage with the interface of the storage of rsl-rl-lib 5.
+"""`RslRlStorage`: a `RolloutStorage` with the interface of the storage of rsl-rl-lib 5.
 
-This module only converts names and types. rsl_rl uses `TensorDict` observations, any number of
-distribution parameters, and mini-batches as objects. The package of rsl_rl is not imported.
+This module only converts names and types. Observations are `TensorDict`s, mini-batches are objects,
+and an action distribution may have any number of parameters. The package of rsl_rl is not imported.
 `tensordict` is imported when a storage is created.
 
     from storage.adapters.rsl_rl import RslRlStorage
@@ -27,8 +27,8 @@ from ..onpolicy.transition_columns import Column, Transition, declare_fields, in
 from ..saving.saved_store import State
 
 _BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
-#: Names of the columns of `RolloutStorage` for each training type. `declare_columns` adds further
-#: columns.
+#: Names of the columns of `RolloutStorage` that each training type uses. `declare_columns` adds the
+#: columns that only rsl_rl has.
 _COLUMNS = {
     "rl": _BOTH | {"values", "actions_log_prob", "returns", "advantages"},
     "distillation": _BOTH,
@@ -72,9 +72,10 @@ class RslRlStorage(RolloutStorage):
         obs: `TensorDict` or nested dict of `[B, ...]`, an example of the observations.
         actions_shape: Shape of one action.
         device: Device of all data.
-        compat: Whether to draw one permutation per update and to leave out the rows or envs that
-            remain after the division into equal mini-batches, as rsl_rl does. Otherwise each epoch
-            has a new permutation, and no env is left out.
+        compat: Whether mini-batches are drawn as in rsl_rl. All epochs of an update then use the
+            same permutation, and rows or envs that remain after the division into equal
+            mini-batches are left out. Otherwise each epoch has a new permutation, and no env is
+            left out.
         generator: As for `RolloutStorage`. For the same permutations and losses as rsl_rl with the
             same seed, pass the generator that rsl_rl uses: `torch.default_generator`, on a GPU
             `torch.cuda.default_generators[index]`.
@@ -133,8 +134,8 @@ class RslRlStorage(RolloutStorage):
     def declare_columns(self) -> list[Column]:
         """Return the columns that the training type uses.
 
-        The column of distribution parameters has no fields before the first transition, which
-        determines their shapes.
+        The first transition determines number and shapes of the distribution parameters. Before
+        it, their column has no fields.
         """
         columns = [
             column
@@ -179,8 +180,8 @@ class RslRlStorage(RolloutStorage):
         """Yield one batch per step in the order of time, for distillation.
 
         Raises:
-            UsageError: The training type is not "distillation", or the rollout is not full. This
-                call raises the error, not the first `next`.
+            UsageError: The training type is not "distillation", or the rollout is not full. The
+                call of `generator` raises this error, before the first batch is requested.
         """
         if self.training_type != "distillation":
             raise UsageError(f"training_type is {self.training_type!r}, expected 'distillation'.")
@@ -214,7 +215,8 @@ class RslRlStorage(RolloutStorage):
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
         if self.compat:
-            # rsl_rl makes the same call. Another dtype or number of rows would draw other numbers.
+            # The same call as in rsl_rl, for equal permutations. torch draws other numbers for
+            # another dtype or number of rows.
             return sent(
                 torch.randperm(num_used, generator=self.rng, device=self.rng.device), self.device
             )
@@ -258,19 +260,21 @@ class RslRlStorage(RolloutStorage):
             super()._set_state(numbers, tensors)
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
-        made = unflatten(batch)
+        fields = unflatten(batch)
         masks = more.get("masks")
-        size = [len(made["actions"])] if masks is None else list(masks.shape)
-        observations = _tensordict(made.pop("obs"), size)
-        parameters = tuple(made.pop(f"old_{_PARAMETERS}", {}).values())
-        more = {
-            "old_distribution_params": parameters,
-            "hidden_states": more.get("hidden_states") or (None, None),
-        }
-        return self.Batch(**made, **more, observations=observations, masks=masks)
+        size = [len(fields["actions"])] if masks is None else list(masks.shape)
+        observations = fields.pop("obs")
+        parameters = fields.pop(f"old_{_PARAMETERS}", {})
+        return self.Batch(
+            **fields,
+            observations=_tensordict(observations, size),
+            old_distribution_params=tuple(parameters.values()),
+            hidden_states=more.get("hidden_states") or (None, None),
+            masks=masks,
+        )
 
     def _declare_parameters(self, fields: tuple[Field, ...]) -> None:
-        """Set the fields of the distribution parameters and allocate the columns anew."""
+        """Set shapes and dtypes of the distribution parameters, and allocate all columns again."""
         self._parameters = fields
         self._make_table(self.num_transitions_per_env)
 

@@ -23,15 +23,16 @@ _Columns = dict[str, torch.Tensor]
 class StepPairs:
     """Writer of steps with next observations to a `DictBuffer` that stores each observation once.
 
-    The newest step is kept until the next call of `add`. If the next observation of the kept step
-    then differs from the observation of the new step, and no end flag is set, the environment was
-    reset in between. The kept step then ends its trajectory, and its next observation is stored as
-    the final observation.
+    `add` keeps the newest step until the next call, because it must compare two steps. If the next
+    observation of a step differs from the observation of the following step, the environment was
+    reset in between. If the earlier step has no end flag, such a reset cuts the trajectory: the
+    flags `cut_names` of the earlier step are set, and its next observation is stored as the final
+    observation.
 
     Args:
         buffer: Buffer that stores the steps.
-        cut_names: Names of the flags to set in the kept step at such a reset, if the step has these
-            fields. At least one name is in the `end_key` of the buffer.
+        cut_names: Names of the flags to set where a reset cuts a trajectory. Names that are not
+            fields of the steps are ignored. At least one name is in the `end_key` of the buffer.
     """
 
     def __init__(self, buffer: DictBuffer, cut_names: tuple[str, ...]) -> None:
@@ -39,8 +40,9 @@ class StepPairs:
         self._cut_names = set(cut_names)
         self._end_names = {flat_name(key) for key in listed(buffer.end_key)}
         self._lock = threading.Lock()
-        #: Order of the accesses to `_waiting` among CUDA streams.
+        #: Order of the reads and writes of `_waiting` by different CUDA streams.
         self._order = StreamOrder(buffer.device)
+        #: Fields and next observations of the newest step; None before the first call of `add`.
         self._waiting: tuple[_Columns, _Columns] | None = None
 
     @property
@@ -85,12 +87,12 @@ class StepPairs:
 
 
 def _joined(earlier: torch.Tensor | None, later: torch.Tensor) -> torch.Tensor:
-    """Concatenate the earlier step, if any, and T later steps: `[1 + T or T, num_envs, *event]`."""
+    """Return T later steps, with the earlier step in front if there is one: new memory."""
     return torch.cat([later] if earlier is None else [earlier, later])
 
 
 def _any_set(flags: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether any value of each step is not 0: `[T, num_envs]` bool."""
+    """Return which steps have a value other than 0 in any of `flags`: `[T, num_envs]` bool."""
     return torch.cat([flag.flatten(2) for flag in flags], 2).any(2)
 
 

@@ -22,9 +22,10 @@ from ..prioritized.prioritized_windows import PrioritizedWindows
 from ..replay.dict_buffer import DictBuffer
 from .step_pairs import StepPairs
 
-#: Last parts of the names of step fields. Fields with these names below `next` are no observations.
+#: Last parts of the names of rewards and flags. All other fields that exist both in the root and
+#: below `next` are observations.
 _OF_STEP = ("reward", "done", "terminated", "truncated")
-#: Flags that are set where an environment was reset between two calls.
+#: Flags to set in a step after which the environment was reset without an end flag.
 _CUT_NAMES = ("truncated", "done")
 _NEXT = "next/"
 
@@ -34,7 +35,8 @@ class ReplayBuffer:
 
     If the buffer has an `end_key`, `extend` takes steps in the form of torchrl's collectors, and
     `sample` returns transitions. Each observation is stored once. Batches have the reward and the
-    flags below `next` only. Without an `end_key`, rows are stored and returned as they are.
+    flags below `next`, but not in the root. Without an `end_key`, rows are stored and returned
+    unchanged.
 
     Args:
         buffer: Buffer that stores the rows. Its `end_key` is None or names "truncated".
@@ -47,9 +49,9 @@ class ReplayBuffer:
         self.batch_size = batch_size
         self._options = options
         self._pairs: StepPairs | None = None
-        #: Names of the observations (`_observed`), and of the other step fields below `next`
-        #: (`_of_next`).
+        #: Names of the observations, which are in the root and below `next`.
         self._observed: tuple[str, ...] = ()
+        #: Names of the fields that are only below `next` in batches: rewards, flags and others.
         self._of_next: tuple[str, ...] = ()
         if buffer.end_key is not None:
             if "truncated" not in listed(buffer.end_key):
@@ -61,7 +63,7 @@ class ReplayBuffer:
     def __len__(self) -> int:
         """Return the number of rows in `buffer`.
 
-        With an `end_key`, the newest step of each environment is not in `buffer` yet.
+        If the buffer has an `end_key`, it does not contain the newest step of each environment yet.
         """
         return len(self.buffer)
 
@@ -69,9 +71,9 @@ class ReplayBuffer:
         """Add rows.
 
         Args:
-            data: `TensorDict` of the batch size `[n]`. If the buffer has an `end_key`: one step of
-                each environment `[num_envs]`, T steps `[num_envs, T]`, or with one environment
-                T steps `[T]`.
+            data: `TensorDict` of the batch size `[n]`: n rows. If the buffer has an `end_key`, the
+                batch size is `[num_envs]` for one step of each environment, and `[num_envs, T]` for
+                T steps. With one environment, `[T]` also means T steps.
 
         Raises:
             MissingFieldError, SchemaError: A field is missing or has another size.
@@ -96,7 +98,8 @@ class ReplayBuffer:
                 of_next.append(own_name)
         if not following:
             raise MissingFieldError(
-                f"no field is in the root and below 'next': got the fields {list(columns)}."
+                "no observation: expected a field that is in the root and below 'next', got the "
+                f"fields {list(columns)}."
             )
         if "truncated" not in steps:
             like = next(iter(following.values()))
@@ -138,7 +141,7 @@ class PrioritizedReplayBuffer:
     """Wrapper of a prioritized buffer with the methods of `TensorDictPrioritizedReplayBuffer`.
 
     Args:
-        buffer: Buffer that stores rows or windows.
+        buffer: Buffer that stores rows, or a `PrioritizedWindows`, which draws windows.
         batch_size: Rows or windows per sample, unless `sample` is called with another number.
         priority_key: Field of the priorities in `extend` and `update_tensordict_priority`.
     """
@@ -158,7 +161,7 @@ class PrioritizedReplayBuffer:
         self.priority_key = priority_key
 
     def __len__(self) -> int:
-        """Return the number of rows or windows that may be drawn. It waits for a GPU."""
+        """Return the number of rows or windows that may be drawn. This waits for a GPU buffer."""
         if isinstance(self.buffer, PrioritizedWindows):
             return len(self.buffer)
         return self.buffer.count()
@@ -167,9 +170,9 @@ class PrioritizedReplayBuffer:
         """Add rows.
 
         Args:
-            data: For rows a `TensorDict` of the batch size `[n]`, with priorities if it has the
-                field `priority_key`. For windows, a `TensorDict` of the batch size `[num_envs, T]`
-                with consecutive steps.
+            data: For a buffer of rows, a `TensorDict` of the batch size `[n]`. It may have
+                priorities in the field `priority_key`. For windows, a `TensorDict` of the batch
+                size `[num_envs, T]` with T consecutive steps.
 
         Returns:
             Ids of the rows, `[n]` int64; None for windows.
@@ -190,7 +193,7 @@ class PrioritizedReplayBuffer:
     def sample(self, batch_size: int | None = None) -> Any:
         """Draw by priority: a `TensorDict` of `[batch_size]` with `index` and `priority_weight`.
 
-        The fields of windows of L steps are `[batch_size, L, ...]`.
+        If windows of L steps are drawn, the fields are `[batch_size, L, ...]`.
 
         Raises:
             UsageError, BufferEmptyError: There is no batch size, neither in this call nor in the
@@ -204,7 +207,7 @@ class PrioritizedReplayBuffer:
         return _tensordict({**rows, "index": ids, "priority_weight": weights}, size)
 
     def update_tensordict_priority(self, data: Any) -> None:
-        """Set the priorities of a sample to its field `priority_key`."""
+        """Set the priorities of the rows or windows of a sample, from its field `priority_key`."""
         self.update_priority(data["index"], data[self.priority_key])
 
     def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
@@ -217,7 +220,7 @@ class PrioritizedReplayBuffer:
 
 
 def _time_first(data: Any, num_envs: int | None) -> Any:
-    """Return views of steps in the batch size `[T, num_envs]`.
+    """Return steps as a `TensorDict` of the batch size `[T, num_envs]`, which shares memory.
 
     Args:
         data: `TensorDict` of the batch size `[num_envs, T]` or `[num_envs]`, or `[T]` with one
@@ -236,7 +239,7 @@ def _time_first(data: Any, num_envs: int | None) -> Any:
 
 
 def _size(buffer: Any, batch_size: int | None) -> int:
-    """Return the number of rows to draw: the argument of the call, or else of the constructor."""
+    """Return the batch size of a call: its argument, or by default that of the constructor."""
     size = buffer.batch_size if batch_size is None else batch_size
     return arguments.whole("batch_size", size, 1)
 

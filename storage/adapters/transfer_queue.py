@@ -1,7 +1,8 @@
 """`TransferQueueBuffer`: rows in a partition of TransferQueue, shared with all other clients.
 
-Each row has a key of the queue, and each field is a column, so that other clients can read and
-write single fields. Levels of field names are joined by "/". The queue stores and sends the rows.
+TransferQueue is a distributed store for Ray, which stores and sends the rows. Each row has a key of
+the queue, and each field is a column, so that other clients can read and write single fields.
+Levels of field names are joined by "/".
 To sample on the machine that stores the rows, use `storage.remote.RemoteBuffer`.
 """
 
@@ -28,9 +29,9 @@ class TransferQueueBuffer:
         seed: Seed of the draws of this client. None uses `torch.initial_seed()` and the number of
             objects created since that seed changed.
 
-    The constructor connects to the queue of the Ray cluster of this process by
-    `transfer_queue.init()`. If there is no queue, the call starts one. It waits until the cluster
-    has a processor for each actor of the queue.
+    The constructor calls `transfer_queue.init()`, which connects to the queue of this process's Ray
+    cluster. If there is no queue, this starts one, and waits until the cluster has a processor for
+    each actor of the queue.
     """
 
     def __init__(self, partition: str, seed: int | None = None) -> None:

@@ -34,7 +34,7 @@ _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
     "p95": lambda durations: np.percentile(durations, 95),
     "max": np.max,
 }
-#: Row of a tick without values: number of values, sum, maximum, minimum.
+#: Result of `_summary` for no values: number of values, sum, maximum, minimum.
 _NOTHING: npt.NDArray[np.float64] = np.array([0.0, 0.0, -np.inf, np.inf])
 
 
@@ -102,14 +102,12 @@ class NaturalMonitor(Monitor):
 
     @property
     def rate(self) -> float:
-        """Events per second over the window, or since the start if that is a shorter time."""
+        """Events per second over the window, or since creation or `reset` if that is shorter."""
         with self._lock:
-            newest = self._move()
-            now = self._clock() - self._started
-            covered = min(
-                now, now - (newest - self.num_slices + 1) * self.window_s / self.num_slices
-            )
-            return sum(self._slices) / covered if covered > 0 else 0.0
+            first_slice = self._move() - self.num_slices + 1
+            window_start_s = max(0, first_slice * self.window_s / self.num_slices)
+            covered_s = self._clock() - self._started - window_start_s
+            return sum(self._slices) / covered_s if covered_s > 0 else 0.0
 
     def snapshot(self) -> dict[str, int | float]:
         """Return `rate` (events per second) and `total`."""
@@ -124,10 +122,13 @@ class NaturalMonitor(Monitor):
             self._slices = [0] * self.num_slices
 
     def _move(self) -> int:
-        """Clear the slices that began since the last call. Return the current slice number."""
+        """Move the window to the current time; return the number of its newest slice.
+
+        Slices are numbered from the start. The counts of slices that left the window are removed.
+        """
         current = int((self._clock() - self._started) * self.num_slices / self.window_s)
-        for left in range(max(self._newest + 1, current - self.num_slices + 1), current + 1):
-            self._slices[left % self.num_slices] = 0
+        for number in range(max(self._newest + 1, current - self.num_slices + 1), current + 1):
+            self._slices[number % self.num_slices] = 0
         self._newest = max(self._newest, current)
         return self._newest
 
@@ -176,13 +177,11 @@ class TickMonitor(Monitor):
         with self._lock:
             values: dict[str, int | float] = {"ticks": self._num_ticks}
             for name, ticks in self._ticks.items():
-                numbers, sums, highs, lows = ticks.T
-                if numbers.any():
-                    values[f"{name}_mean"] = float(sums.sum() / numbers.sum())
-                    values[f"{name}_max"], values[f"{name}_min"] = (
-                        float(highs.max()),
-                        float(lows.min()),
-                    )
+                counts, sums, highs, lows = ticks.T
+                if counts.any():
+                    values[f"{name}_mean"] = float(sums.sum() / counts.sum())
+                    values[f"{name}_max"] = float(highs.max())
+                    values[f"{name}_min"] = float(lows.min())
         return values
 
     def reset(self) -> None:
@@ -275,8 +274,8 @@ class PerformanceMonitor(Monitor):
 
         Args:
             key: Name of the duration.
-            device: CUDA device to synchronize before and after the block. Without it only the
-                launches of kernels are measured, not their execution.
+            device: CUDA device to synchronize before and after the block. Otherwise the duration
+                includes only the launches of kernels, not their execution.
         """
         _wait_for(device)
         start = time.perf_counter()

@@ -26,12 +26,12 @@ T = TypeVar("T")
 def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
     """Move all tensors in nested mappings, tuples, lists and dataclasses to a device.
 
-    Other leaves are unchanged. With `pin`, copies from the CPU to CUDA use pinned memory, since
-    other copies are synchronous. Mappings keep their type if its constructor accepts a dict; other
+    Other leaves are unchanged. With `pin`, copies from the CPU to CUDA are asynchronous, because
+    they use pinned memory. Mappings keep their type if its constructor accepts a dict; other
     mappings become dicts. A mapping with a method `to`, such as a `TensorDict`, is moved by this
     method.
     """
-    # The host would read a result on the CPU before an asynchronous copy has finished.
+    # Copies to the CPU are synchronous. Otherwise the host could read incomplete results.
     is_async = device.type != "cpu"
     if isinstance(item, torch.Tensor):
         if device.type == "cuda" and item.device.type == "cpu" and pin:
@@ -89,10 +89,12 @@ class PipelinedDataCollector(Unique, Generic[T]):
         transform: Function applied to each item in the background thread, before the copy.
         stamp: Function called in the background thread before each item is produced, for example
             to read the policy version. `last_stamp` is its result for the last delivered item.
-            A delivered item may be `last_lag` items old, at most `max_lag`.
 
     Raises:
-        RuntimeError: Another iteration is still open.
+        RuntimeError: An iteration begins while another iteration is open.
+
+    Items are produced before the consumer requests them, so that they may be outdated. When an item
+    is delivered, `last_lag` later items have begun, at most `max_lag`.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
 
     @property
     def max_lag(self) -> int:
-        """Upper limit of `last_lag`, in items: `prefetch_count + 1`."""
+        """Maximum number of items that are produced ahead of the consumer: `prefetch_count + 1`."""
         return self.prefetch_count + 1
 
     def __iter__(self) -> PrefetchedItems[T]:
@@ -138,8 +140,8 @@ class PipelinedDataCollector(Unique, Generic[T]):
                 self._current.worker.owner.check()
                 raise RuntimeError("Another iteration over this collector is open. Close it first.")
             if self._current is not None:
-                # `stop` returns after the thread has ended, so that two threads never iterate a
-                # source.
+                # Wait for the thread of the earlier iteration, so that no two threads iterate over
+                # the collector at the same time.
                 self._current.stop()
             self._current = _Producer(self)
             return PrefetchedItems(self, self._current)
@@ -155,8 +157,8 @@ class PrefetchedItems(Owned, Iterator[T]):
     """One iteration of a `PipelinedDataCollector`.
 
     `close` and the end of a `with` block stop the producer and wait for its thread. If the garbage
-    collector deletes the iteration, the producer stops without a wait: the deletion may happen in a
-    call that holds a lock which the thread needs.
+    collector deletes the iteration, nothing waits for the thread, because the garbage collector may
+    run while a lock is held that the thread needs.
     """
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
@@ -164,7 +166,7 @@ class PrefetchedItems(Owned, Iterator[T]):
         self._producer = producer
         self._owner = producer.worker.owner
         weakref.finalize(self, _abandon, weakref.ref(producer))
-        self._num_got = 0
+        self._num_delivered = 0
         self._futures: deque[Future[_Made]] = deque()
         self._fill()
 
@@ -180,12 +182,12 @@ class PrefetchedItems(Owned, Iterator[T]):
                 ) from made.failure
             raise made.failure or StopIteration
         self._futures.popleft()
-        self._num_got += 1
+        self._num_delivered += 1
         self._fill()
         if made.copied is not None:
-            _hand_over(made.item, made.copied)
+            _wait_for_copy(made.item, made.copied)
         self._collector.last_stamp = made.stamp
-        self._collector.last_lag = max(0, self._producer.num_begun - self._num_got)
+        self._collector.last_lag = max(0, self._producer.num_begun - self._num_delivered)
         delivered: T = made.item
         return delivered
 
@@ -202,13 +204,13 @@ class PrefetchedItems(Owned, Iterator[T]):
         self._producer.close()
 
     def abandon(self) -> Worker:
-        """Stop the producer without a wait; return its worker, which the caller may close."""
+        """Stop the producer without a wait. Close the returned `Worker` to wait for the thread."""
         self._producer.abandon()
         return self._producer.worker
 
 
 class _Made(NamedTuple):
-    """Produced item with its stamp and the CUDA event of its copy, or the error that occurred."""
+    """Result of a production: an item, its stamp and the CUDA event of its copy; or an error."""
 
     item: Any = None
     copied: Any = None
@@ -216,15 +218,15 @@ class _Made(NamedTuple):
     failure: BaseException | None = None
 
 
-#: Marker after the last item.
+#: Result of each production after the last item.
 _END = _Made()
 
 
 class _Producer:
     """Producer of the items of one iteration.
 
-    It has no reference to the iteration or the collector, so that their deletion stops the
-    producer.
+    It has no reference to the iteration. The iteration can therefore be deleted while the thread
+    runs, and its deletion stops the producer.
     """
 
     def __init__(self, collector: PipelinedDataCollector[Any]) -> None:
@@ -238,9 +240,9 @@ class _Producer:
         self._source: Iterator[Any] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._is_over = False
-        #: Whether the production has stopped.
+        #: Whether the consumer has stopped the production.
         self.is_stopped = False
-        #: Number of items whose production began.
+        #: Number of items whose production has begun.
         self.num_begun = 0
 
     def make(self) -> _Made:
@@ -306,7 +308,10 @@ class _Producer:
             self.worker.abandon()
 
     def _forget_source(self) -> None:
-        """Release all objects of the caller, since they may refer to the iteration."""
+        """Delete the references to the source and to the functions of the caller.
+
+        These objects may refer to the iteration, which could otherwise not be deleted.
+        """
         self._source = None
         self._iterable = ()
         self._transform = None
@@ -315,13 +320,16 @@ class _Producer:
 
 def _abandon(producer: weakref.ref[_Producer]) -> None:
     """Abandon the producer of a deleted iteration, if the producer still exists."""
-    there = producer()
-    if there is not None:
-        there.abandon()
+    existing_producer = producer()
+    if existing_producer is not None:
+        existing_producer.abandon()
 
 
-def _hand_over(item: Any, event: Any) -> None:
-    """Make the current CUDA stream wait for a copy; record the stream as a user of the memory."""
+def _wait_for_copy(item: Any, event: Any) -> None:
+    """Make the current CUDA stream wait for the copy of an item.
+
+    The memory of the item is reused only after the stream has done its work.
+    """
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
     for tensor in _tensors(item):

@@ -23,7 +23,7 @@ _COUNTS = ("num_inserted", "num_sampled")
 
 
 class RateLimitedError(RolloutDataError, RuntimeError):
-    """The rate limiter refused an insertion, or the insertion waited longer than `timeout_s`."""
+    """The rate limiter refused an insertion or a draw, also after a wait of `timeout_s`."""
 
 
 class RateLimiter:
@@ -31,13 +31,14 @@ class RateLimiter:
 
     Args:
         samples_per_insert: Target ratio of sampled to inserted items, above 0.
-        tolerance: Largest absolute value of the balance, in sampled items. The minimum is
-            `(samples_per_insert * items of an insertion + items of a draw) / 2`. With less, the
-            two sides could wait for each other forever.
+        tolerance: Maximum absolute value of the balance, in sampled items. It must be at least
+            `(samples_per_insert * items of an insertion + items of a draw) / 2`. With less,
+            insertions and draws could wait for each other forever.
         min_inserts: Number of items to insert before the first draw. While fewer items are
-            inserted, every insertion is admitted, even if its items exceed `min_inserts`. No other
-            operation moves the balance out of its bounds.
-        blocking: Whether an operation out of bounds waits; otherwise it is refused.
+            inserted, every insertion is admitted, even if it exceeds `min_inserts`. Only such an
+            insertion may move the balance out of its bounds.
+        blocking: Whether an operation waits if it would move the balance out of its bounds.
+            Otherwise such an operation is refused.
         timeout_s: Longest wait in seconds; None for no limit.
 
     Thread-safe.
@@ -61,15 +62,15 @@ class RateLimiter:
             timeout_s = real("timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
         self.timeout_s = timeout_s
         self.num_inserted = self.num_sampled = 0
-        #: Number of items of the largest draw and of the largest insertion so far, which determine
-        #: the least tolerance.
+        #: Items of the largest draw, and of the largest insertion, so far. They determine the
+        #: minimum of `tolerance`.
         self._largest = [1, 1]
         self._is_closed = False
         self._changed = threading.Condition()
 
     @property
     def balance(self) -> float:
-        """Number of items to sample until the ratio is reached; negative above the ratio."""
+        """Number of items to sample until the ratio is reached; negative if it is exceeded."""
         return self.samples_per_insert * (self.num_inserted - self.min_inserts) - self.num_sampled
 
     def insert(self, num_items: int = 1, waits: bool = True) -> bool:
@@ -89,7 +90,7 @@ class RateLimiter:
         return self._pass(num_items, False, waits)
 
     def wait(self, num_items: int, is_push: bool, start_s: float) -> bool:
-        """Wait until an operation would be admitted; return False if it is refused. Counts nothing.
+        """Wait until an operation would be admitted, without counting it. Return whether it would.
 
         The wait ends `timeout_s` seconds after `start_s` on the clock of `time.monotonic()`.
         """
@@ -115,7 +116,7 @@ class RateLimiter:
             return self._may(_checked(num_items), is_push=True)
 
     def undo(self, num_inserted: int = 0, num_sampled: int = 0) -> None:
-        """Subtract items of an admitted operation that failed afterwards."""
+        """Subtract the items of operations that were admitted and then failed."""
         with self._changed:
             self._set(self.num_inserted - num_inserted, self.num_sampled - num_sampled)
 
@@ -172,8 +173,7 @@ class RateLimiter:
 
     def _may(self, num_items: int, is_push: bool) -> bool:
         is_filling = self.num_inserted < self.min_inserts
-        # Draws are refused before `min_inserts`; an insertion that waits for a draw would never
-        # end.
+        # Before `min_inserts` all draws are refused, so that an insertion must not wait for a draw.
         if is_push:
             return (
                 is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
@@ -181,10 +181,11 @@ class RateLimiter:
         return not num_items or (not is_filling and self.balance - num_items >= -self.tolerance)
 
     def _largest_with(self, num_items: int, is_push: bool) -> list[int]:
-        """Return the largest numbers of items per draw and per insertion, this operation included.
+        """Return the value of `_largest` after an operation of `num_items` items.
 
         Raises:
-            UsageError: With these numbers, draws and insertions could wait for each other forever.
+            UsageError: `tolerance` is too small for these numbers of items. Insertions and draws
+                could wait for each other forever.
         """
         largest = list(self._largest)
         largest[is_push] = max(largest[is_push], num_items)

@@ -255,6 +255,25 @@ def test_steps_of_other_sizes_are_refused_and_an_empty_buffer_raises() -> None:
         loop.buffer.extend({"observations": torch.zeros(NUM_ENVS + 1, NUM_OBSERVED)})
 
 
+@pytest.mark.parametrize("name", ["rewards", "dones", "truncations"])
+def test_rewards_and_flags_of_another_number_of_environments_are_refused(name: str) -> None:
+    columns = {
+        "observations": torch.zeros(NUM_ENVS, NUM_OBSERVED),
+        "actions": torch.zeros(NUM_ENVS, NUM_ACTIONS),
+    }
+    following = {
+        "observations": torch.zeros(NUM_ENVS, NUM_OBSERVED),
+        "rewards": torch.zeros(NUM_ENVS),
+        "dones": torch.zeros(NUM_ENVS, dtype=torch.int64),
+        "truncations": torch.zeros(NUM_ENVS, dtype=torch.int64),
+    }
+    following[name] = following[name].repeat(2)
+    buffer = Loop().buffer
+    with pytest.raises(SchemaError, match=rf"'{name}' has shape \(6,\), expected \(3,\)"):
+        buffer.extend({**columns, "next": following})
+    assert len(buffer.buffer) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.usefixtures("any_device")
