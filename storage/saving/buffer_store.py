@@ -1,8 +1,9 @@
 """`BufferStore`: `Store` in the folder layout of earlier systems, `config.json` and `buffer.hdf5`.
 
-The config is not nested. The last part of its entry `__target__` is the name of the class. Rows are
-written in the order of the slots, one dataset per field. Numbers that are missing in configs of
-earlier systems are computed from the rows.
+The config is a flat JSON object. Its key `__target__` contains the module and the name of the
+class. A file has one dataset per field. The rows of a ring are written in the order of its slots; a
+slot has the rows of one step, one per environment. Numbers that are missing in configs of earlier
+systems are computed from the rows.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from .saved_store import Store, random_state_for
 
 FORMAT = "rollout-data buffer"
 VERSION = 1
-#: Text that joins the levels of a key in files of configs without `nested_key_separator`.
+#: Default text that joins the levels of a field name in files.
 KEY_SEPARATOR = "-"
-#: Column of the table of final observations that contains the keys of their rows.
+#: Column of the table of final observations that contains the key of each row.
 ROW_KEY = "row_key"
 _Self = TypeVar("_Self", bound="BufferStore")
 
 
 class BufferStore(Store):
-    """Store of rows. Its state has tensors `buffer/...`, and `finals/...` for final observations.
+    """Store that is saved in the folder layout of earlier systems.
 
-    A subclass implements `_get_state`, `_set_tables` and, for earlier saves, `_of_flat`.
+    The state has the rows as tensors `buffer/...`, and final observations as tensors `finals/...`.
+    A subclass implements `_get_state`, `_set_tables` and `_of_flat`.
 
     Attributes:
         generator: Random generator of the samples.
-        nested_key_separator: Text that joins the levels of a key in saved files.
+        nested_key_separator: Text that joins the levels of a field name in saved files.
     """
 
     generator: torch.Generator
@@ -47,7 +49,7 @@ class BufferStore(Store):
 
     @property
     def rng(self) -> torch.Generator:  # type: ignore[override]
-        """Alias of `generator`, under the name that `Store` uses."""
+        """The attribute `generator`, by the name that `Store` uses."""
         return self.generator
 
     @abstractmethod
@@ -69,11 +71,11 @@ class BufferStore(Store):
 
         Args:
             folder: Folder for `buffer.hdf5` and `config.json`.
-            nested_key_separator: Text that joins the levels of keys; None for the buffer's
-                `nested_key_separator`.
+            nested_key_separator: Text that joins the levels of a field name in the file. None for
+                the attribute `nested_key_separator`.
 
         Raises:
-            SchemaError: A key is ambiguous or is not a valid name in HDF5.
+            SchemaError: The name of a field contains the separator, or is not a valid name in HDF5.
             DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, for example because the disk is full. The
                 earlier save is unchanged. Also an `OSError`.
@@ -118,14 +120,17 @@ class BufferStore(Store):
     @classmethod
     @abstractmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the constructor arguments in a `config.json`. Earlier systems stored fewer of them."""
+        """Return the constructor arguments in a flat `config.json`.
+
+        Configs of earlier systems do not contain all arguments.
+        """
 
     @abstractmethod
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        """Load a state with equal arguments.
+        """Load a saved state into a store with equal constructor arguments.
 
         An implementation only replaces attributes, and raises an error for a state that does not
-        match.
+        match the store.
         """
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -134,7 +139,8 @@ class BufferStore(Store):
         )
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor  # `_set_tables` copies the rows once, into the memory of the buffer.
+        # No copy here, because `_set_tables` copies the rows into the memory of the buffer.
+        return tensor
 
     @classmethod
     def _of_save(
@@ -149,7 +155,7 @@ class BufferStore(Store):
         )
         separator = made.nested_key_separator = config.get("nested_key_separator", KEY_SEPARATOR)
         paths = {table: existing_folder(folder) / f"{table}{SUFFIX}" for table in (ROWS, FINALS)}
-        # Only a buffer that never had a row is saved without rows.
+        # A buffer that never had a row is saved without a file of rows.
         is_empty = "format" in config and not config.get("num_lanes") and not config.get("total", 1)
         if is_empty and not paths[ROWS].exists():
             paths.clear()
@@ -162,16 +168,16 @@ class BufferStore(Store):
                 tables[table] = files.enter_context(open_columns(path, config.get(SAVE_ID), names))
             with made._order.writes:
                 made._set_tables(config, tables)
-        drawn = torch.tensor(
-            list(bytes.fromhex(config.get("generator", ""))), dtype=torch.uint8, device="cpu"
-        )
-        drawn = random_state_for(made.rng, drawn)
-        if drawn.shape == made.rng.get_state().shape:  # Earlier systems save no random state.
-            made.rng.set_state(drawn)
+        saved_bytes = list(bytes.fromhex(config.get("generator", "")))
+        random_state = torch.tensor(saved_bytes, dtype=torch.uint8, device="cpu")
+        random_state = random_state_for(made.rng, random_state)
+        # Saves of earlier systems have no random state.
+        if random_state.shape == made.rng.get_state().shape:
+            made.rng.set_state(random_state)
         return made
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert the flat state dict of an earlier release to the current form."""
+        """Convert a flat state dict of an earlier release to the current form of a state dict."""
         flat = {**state, **state.get("config", {})}
         tensors = {"rng": state["generator"]} if "generator" in state else {}
         for table, key in ((ROWS, "columns"), (FINALS, "final_columns")):
@@ -189,11 +195,11 @@ class BufferStore(Store):
 def rows_written(
     numbers: Mapping[str, Any], num_rows: int, num_slots: int, rows_per_slot: int
 ) -> int:
-    """Return the number of steps that were ever written to a saved ring, one slot per step.
+    """Return the number of steps that were ever written to a saved ring.
 
-    The newest steps are live: at most `num_slots`. Configs of earlier systems lack this number.
-    Some have the slot of the next step instead. Their files may contain all slots of a ring that is
-    not full.
+    Each step is written to one slot. A full ring overwrites its oldest step. The config has the
+    number of steps as `total`. Configs of earlier systems do not have `total`; some have the row of
+    the next step as `_idx`. Their files may contain all slots of a ring that is not full.
 
     Args:
         numbers: Numbers of the config.
@@ -209,9 +215,9 @@ def rows_written(
     position = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
     num_live = num_rows
     if not has_total and is_full is False and position is not None and num_rows == num_slots:
-        num_live = position  # The other slots are unwritten.
+        num_live = position  # The file also contains the slots that were never written.
 
-    # The position after the last slot is the first slot.
+    # After the last slot, the next step is written to the first slot.
     cursor = 0 if position == num_slots else position
     if has_total:
         total = int(numbers["total"])
@@ -232,15 +238,15 @@ def rows_written(
     if is_other_count or is_other_cursor or is_short:
         raise SchemaError(
             f"total is {total}, _idx is {numbers.get('_idx')} and _is_full is {is_full}, which do "
-            f"not match {num_rows} rows in {num_slots} slots."
+            f"not match {num_rows} saved steps in a ring of {num_slots} steps."
         )
     return total
 
 
 def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the columns of each table: the tensors named `table/column`, by table and column.
+    """Group the tensors named `table/column`: return them by table, then by column.
 
-    Tensors with other names are left out.
+    Tensors without "/" in their names are left out.
     """
     tables: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -251,15 +257,15 @@ def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
 
 
 def column_name(key: str, separator: str, table: str = ROWS) -> str:
-    """Convert the name `key` of a dataset in a table's file to the name of its column."""
+    """Return the flat name of the column that a file stores as the dataset `key`."""
     return key if table == FINALS and key == ROW_KEY else key.replace(separator, "/")
 
 
 def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
-    """Return names with their levels joined by `separator`.
+    """Return the dataset names of columns: flat names with `separator` instead of "/".
 
     Raises:
-        SchemaError: Two names become equal, or a name is invalid in HDF5.
+        SchemaError: Two dataset names are equal, or a dataset name is invalid in HDF5.
     """
     keys: list[str] = []
     for name in names:

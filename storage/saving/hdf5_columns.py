@@ -1,7 +1,8 @@
 """Numeric columns in an HDF5 file, written and read in chunks, with a checksum per column.
 
-The memory for chunks does not depend on the number of rows. The HDF5 library writes only to memory.
-Sizes in a file are checked against the length of the file before memory is allocated.
+A chunk has a fixed size in bytes, so that large columns are written without a second copy in
+memory. The HDF5 library only writes the header of the file, to memory. Sizes in a file are compared
+with the length of the file before memory is allocated.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .hdf5_files import (
     write_at,
 )
 
-#: Bytes per chunk of rows. There are two chunks: one is filled while the other is written or used.
+#: Bytes per chunk of rows. One chunk is filled while another is written or used.
 CHUNK_BYTES = 8 << 20
 #: Number of threads that prefetch chunks. More than one is useful, because computing checksums
 #: takes as long as reading.
@@ -46,7 +47,7 @@ _FLUSH_BYTES = 128 << 20
 _ALIGNMENT = 64
 #: Attribute of each file, and key of the config, that contains the save id.
 SAVE_ID = "save_id"
-#: Attribute of datasets that contains the name of a dtype that numpy lacks.
+#: Attribute of datasets that contains the dtype "bfloat16", which numpy does not have.
 _DTYPE_TAG = "torch_dtype"
 #: Attribute of datasets that contains their checksum.
 _CRC_TAG = "crc32"
@@ -55,7 +56,7 @@ _DTYPES = {**DTYPES, **COMPLEX_DTYPES, "bfloat16": (torch.bfloat16, np.dtype("<i
 
 
 class Table:
-    """Rows of several columns. Columns are tensors, or datasets of a file in `StoredTable`.
+    """Columns with equal numbers of rows. In the subclass `StoredTable`, they are in a file.
 
     Attributes:
         shapes: Shape of each column by name, rows first.
@@ -69,14 +70,14 @@ class Table:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of every column. Different numbers of rows raise an error."""
+        """Number of rows of every column. Raises `SchemaError` if the numbers differ."""
         lengths = {name: shape[0] for name, shape in self.shapes.items()}
         if len(set(lengths.values())) > 1:
             raise SchemaError(f"the columns have different lengths: {lengths}.")
         return next(iter(lengths.values()), 0)
 
     def schema(self, num_lead: int) -> Schema:
-        """Return the fields of the columns, which have `num_lead` axes before the event."""
+        """Return the fields of the columns, whose first `num_lead` axes are not event axes."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
             raise SchemaError(
                 f"the columns must have at least {num_lead} axes, got the shapes {self.shapes}."
@@ -87,9 +88,9 @@ class Table:
         )
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield chunks in order: (first row, rows of every column).
+        """Yield chunks in order: (number of the first row, rows of each column by name).
 
-        The next chunk overwrites the tensors of a chunk.
+        The tensors of a chunk are only valid until the next chunk is requested.
         """
         yield 0, self._tensors
 
@@ -128,7 +129,7 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
             place = places[name]
             crc = 0
             for data in _chunks_of(column):
-                # This waits until the previous chunk is written.
+                # `submit` waits until the previous chunk is written.
                 writer.submit(write_at, handle, data, place)
                 place += len(data)
                 crc = crc32(data, crc)
@@ -144,12 +145,12 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
 
 
 def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a column's rows, chunk by chunk.
+    """Yield the bytes of a column in chunks of whole rows.
 
-    The memory of a chunk is reused for the chunk after the next chunk.
+    A chunk stays valid until the chunk after the next chunk is requested.
     """
     step = _chunk_rows(prod(column.shape[1:]) * column.element_size())
-    # Two reused buffers, because new memory for a chunk would cost as much as writing the chunk.
+    # Reuse two buffers, because new memory for a chunk would cost as much as writing the chunk.
     buffers = torch.empty(
         (2, min(step, len(column)), *column.shape[1:]), dtype=column.dtype, device="cpu"
     )
@@ -162,17 +163,18 @@ def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
 def open_columns(
     path: Path, save_id: object, names: Iterable[str] | Callable[[str], str]
 ) -> Iterator[StoredTable]:
-    """Open a file of `write_columns` or of an earlier system.
+    """Open a file that `write_columns` or an earlier system has written.
 
     Args:
         path: Path of the file.
-        save_id: Expected id of the save, or None. A file without an id is accepted.
-        names: Names of the datasets to read, or a function from a key of the file to the name of a
-            column.
+        save_id: Expected id of the save; None for any id. A file without an id is accepted.
+        names: Names of the datasets to read. For all datasets, a function that maps the name of a
+            dataset to the name of its column.
 
     Raises:
-        CorruptFileError, UnsafeFileError: The file is damaged or refers to other files. Errors of
-            the block that the file causes are converted to `CorruptFileError`.
+        CorruptFileError: The file is missing or damaged. In the block, errors of the HDF5 library
+            about the file are converted to this error.
+        UnsafeFileError: The file refers to other files.
     """
     try:
         with open_hdf5(path) as (file, handle):
@@ -189,11 +191,13 @@ def open_columns(
             datasets = {name: member(file, key, path) for name, key in keys.items()}
             yield StoredTable(path, handle.fileno(), datasets)
     except FileNotFoundError as cause:
-        raise CorruptFileError(f"{str(path.parent)!r} lacks the file {path.name}.") from cause
+        raise CorruptFileError(
+            f"{str(path.parent)!r} does not contain the file {path.name}."
+        ) from cause
 
 
 class StoredTable(Table):
-    """Table of the datasets of an open file.
+    """Table whose columns are datasets of an open file.
 
     Args:
         path: Path of the file.
@@ -204,8 +208,8 @@ class StoredTable(Table):
         sums: Expected checksum of each column by name; None if unknown.
 
     Raises:
-        CorruptFileError: A dataset has no rows of numbers, or all datasets together are larger than
-            the file.
+        CorruptFileError: A dataset does not consist of rows of numbers, or all datasets together
+            are larger than the file.
     """
 
     def __init__(self, path: Path, handle: int, datasets: Mapping[str, Any]) -> None:
@@ -269,9 +273,10 @@ class StoredTable(Table):
         )
 
     def _fill(self, name: str, first: int, out: torch.Tensor) -> torch.Tensor:
-        """Read rows from `first` on into `out` and return `out`. Checks the checksum at the end.
+        """Fill `out` with the rows of a column that begin at row `first`. Return `out`.
 
         The rows of a column must be read in order, because the checksum is computed during reading.
+        The call that reads the last row compares the checksum.
         """
         dataset = self._datasets[name]
         array = _as_array(out)
@@ -306,7 +311,7 @@ class StoredTable(Table):
 
 
 def name_of(tensor: torch.Tensor) -> str:
-    """Return the name of a tensor's dtype."""
+    """Return the name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -337,7 +342,10 @@ def _row_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _place(dataset: h5py.Dataset) -> int | None:
-    """Return the file offset of a dataset's rows; None if HDF5 must unpack or convert the rows."""
+    """Return the file offset at which a dataset's rows can be read without the HDF5 library.
+
+    Returns None if there are no rows, or if the library must unpack or convert them.
+    """
     if dataset.chunks is not None or not dataset.size:
         return None
     is_same = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)

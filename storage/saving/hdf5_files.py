@@ -1,14 +1,14 @@
-"""HDF5 files: read through a guard, written without the disk access of the HDF5 library.
+"""Safe access to HDF5 files: files are checked while they are read, and written through memory.
 
-Three defects of the HDF5 library are avoided:
+This avoids three defects of the HDF5 library:
 
 - If the disk fills up while a file is closed, the library crashes at the end of the process. Here
   the library writes only to memory.
-- A global heap contains the texts of attributes. The library does not check that the sizes of
-  objects in the heap are positive, and a damaged heap causes an endless loop. The guard checks
-  every heap.
-- The library allocates the declared length of an attribute's text before it reads the text. Lengths
-  are checked first.
+- A global heap is a block of the file with the texts of attributes. Each text in it has a size. The
+  library accepts sizes that are not positive, so that a damaged heap causes an endless loop.
+  `Guarded` checks every heap when the library reads it.
+- The library allocates the declared length of an attribute's text before it reads the text.
+  `check_text` checks the length first.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ import numpy as np
 from ..core.durable_files import open_regular
 from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
 
+#: First bytes of a global heap.
 _MAGIC = b"GCOL"
-#: Bytes of the header of a heap, and of each object in it: index (2 bytes), count (2), unused (4),
-#: size (8).
+#: Bytes of the header of a global heap, and of the header of each object in it. The header of an
+#: object has an index (2 bytes), a count (2), unused bytes (4) and the size of the object (8).
 _HEAD_BYTES = 16
-#: Size limit of a heap in bytes, since the check of many objects takes time. A block has one heap,
-#: with at most 128 KiB of text.
+#: Size limit of a global heap in bytes, since checking many objects takes time. The block files of
+#: this project have one heap with at most 128 KiB of text.
 MAX_HEAP_BYTES = 1 << 20
 #: Upper bound for the number of bytes that DEFLATE unpacks from one byte.
 _MAX_EXPANSION = 1100
-#: Bytes that a file of any length may unpack to, since unwritten zeros take no space in a file.
+#: Bytes of data that a file of any length may declare, since unwritten zeros take no space in it.
 _MAX_UNWRITTEN_BYTES = 1 << 26
 #: Size limit of an attribute in bytes.
 _MAX_ATTRIBUTE_BYTES = 1 << 12
-#: Type of a message in the header of an object that contains an attribute.
+#: The header of a group or dataset consists of messages. Type of a message with an attribute.
 _ATTRIBUTE = 12
-#: Type of a message that contains offset and length of the next part of the header.
+#: Type of a message with offset and length of the next part of the header.
 _CONTINUATION = 16
-#: Type of a message that contains the offset of a heap of attributes, if there are more than eight.
+#: Type of a message with the offset of a fractal heap, which contains more than eight attributes.
 _ATTRIBUTE_INFO = 21
-#: Maximum number of parts of a header, and of blocks of a heap, to read.
+#: Maximum number of parts of a header, and of blocks of a fractal heap, to read.
 _MAX_PARTS = 256
-#: Byte ranges in the header of a fractal heap: table width, size of the first blocks, bits per
-#: offset, offset of the first block or table, rows of the table.
+#: Byte ranges in the header of a fractal heap: number of columns in the table of blocks, size of
+#: the first blocks, bits per offset, offset of the first block or table, rows of the table.
 _HEAP_FIELDS = (110, 112), (112, 120), (128, 130), (132, 140), (140, 142)
 #: Errors that h5py raises for damaged files.
 _DAMAGE = (
@@ -69,11 +70,11 @@ _DAMAGE = (
 
 
 class Guarded(io.RawIOBase):
-    """File for the file-object driver of HDF5. A read of a damaged heap raises `OSError`.
+    """File object that the HDF5 library reads. Reading a damaged global heap raises `OSError`.
 
-    Only for files whose superblock declares sizes of 8 bytes. The library reads every heap from the
-    start of the heap: its metadata accumulator, which joins adjacent reads, is empty for read-only
-    files.
+    Only for files that declare offsets and lengths of 8 bytes. A heap is recognized by its first
+    bytes, since the library starts a new read at each heap. It joins adjacent reads only for files
+    that are open for writing.
     """
 
     @property
@@ -94,9 +95,9 @@ class Guarded(io.RawIOBase):
 
     @abstractmethod
     def is_written(self, num_bytes: int, start: int) -> bool:
-        """Return whether a range of bytes has no gap of a sparse file.
+        """Return whether a range of bytes is stored completely, without a gap of a sparse file.
 
-        An attacker can declare large data in a gap, which takes no disk space.
+        A malicious file can declare large data in a gap, which takes no disk space.
         """
 
     def readinto(self, out: Any) -> int:
@@ -117,27 +118,32 @@ class Guarded(io.RawIOBase):
     def _check_heap(self, start: int) -> None:
         size = _number(self.read_at(8, start + 8))
         if not size <= MAX_HEAP_BYTES:
-            raise OSError(f"a heap of {size} bytes at {start}")
+            raise OSError(
+                f"the heap at byte {start} declares {size} bytes, expected at most {MAX_HEAP_BYTES}"
+            )
         heap = self.read_at(size, start)
         at = _HEAD_BYTES
         while at + _HEAD_BYTES <= size:
             num_bytes = _number(heap[at + 8 : at + _HEAD_BYTES])
-            is_free = heap[at : at + 2] == b"\0\0"  # The size of free space includes its header.
+            # Free space has the index 0, and its size includes its header.
+            is_free = heap[at : at + 2] == b"\0\0"
             step = num_bytes if is_free else _HEAD_BYTES + -(-num_bytes // 8) * 8
             if not _HEAD_BYTES <= step <= len(heap) - at:
-                raise OSError(f"an object of {num_bytes} bytes at {at} of the heap at {start}")
+                raise OSError(
+                    f"an object at byte {start + at} declares {num_bytes} bytes, which do not fit "
+                    "into its heap"
+                )
             at += step
 
 
 class GuardedFile(Guarded, io.FileIO):
-    """Guarded file on this machine.
+    """`Guarded` file on this machine.
 
     Args:
         path: Path of the file.
 
     Raises:
         CorruptFileError: The path is not a regular file.
-        OSError: While reading: a heap is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -154,7 +160,7 @@ class GuardedFile(Guarded, io.FileIO):
         return os.pread(self.fileno(), num_bytes, start)
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        # File systems without sparse files report the first gap at the end of the file.
+        # A file without gaps, as on a file system without sparse files, has a gap at its end.
         return os.lseek(self.fileno(), start, os.SEEK_HOLE) >= start + num_bytes
 
 
@@ -162,32 +168,33 @@ def _number(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
-#: Open files by the number that the HDF5 library gives to each.
+#: Open files by the number that the HDF5 library assigns to each file.
 _OPEN: WeakValueDictionary[int, Guarded] = WeakValueDictionary()
 
 
 @contextmanager
 def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.File, Guarded]]:
-    """Open an HDF5 file for reading.
+    """Open an HDF5 file for reading. Yields the file and its `Guarded` file object.
 
-    `opened` is the guarded file if the content is not on this machine.
+    Args:
+        path: Path of the file, or its name in errors.
+        opened: File object to read; None to open `path` on this machine.
 
     Raises:
-        CorruptFileError: The file is damaged. Errors of the block that damage causes are converted
-            too.
+        CorruptFileError: The file is damaged. In the block, errors of the HDF5 library about
+            damage are converted to this error.
     """
     with (
         reported(repr(str(path))),
         opened or GuardedFile(path) as guarded,
         h5py.File(guarded, "r", locking=False) as file,
     ):
-        # The guard supports no other sizes.
-        if file.id.get_create_plist().get_sizes() != (
-            8,
-            8,
-        ):
+        offset_bytes, length_bytes = file.id.get_create_plist().get_sizes()
+        # `Guarded` supports no other sizes.
+        if (offset_bytes, length_bytes) != (8, 8):
             raise CorruptFileError(
-                f"{str(path)!r} has HDF5 offsets or lengths of another size than 8 bytes."
+                f"{str(path)!r} has HDF5 offsets of {offset_bytes} bytes and lengths of "
+                f"{length_bytes} bytes, expected 8 bytes."
             )
         _OPEN[h5py.h5o.get_info(file.id).fileno] = guarded
         yield file, guarded
@@ -195,12 +202,12 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
 
 @contextmanager
 def reported(where: str) -> Iterator[None]:
-    """Convert errors of the HDF5 library that damaged files cause to `CorruptFileError`."""
+    """Convert errors of the HDF5 library about damaged files to `CorruptFileError`."""
     try:
         yield
     except _DAMAGE as cause:
-        # A negative offset causes EINVAL. Other errors of the operating system, such as a missing
-        # file, are not damage.
+        # A damaged file may cause EINVAL, by a negative offset. Other errors of the operating
+        # system, such as a missing file, do not mean damage.
         is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)
         if isinstance(cause, RolloutDataError) or is_of_system:
             raise
@@ -223,7 +230,7 @@ def member(group: h5py.Group, name: str, path: Path) -> Any:
         link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
             raise CorruptFileError(
-                f"{str(path)!r} lacks {name!r}: {node.name!r} contains no {part!r}."
+                f"{str(path)!r} has no {name!r}: {node.name!r} does not contain {part!r}."
             )
         if not isinstance(link, h5py.HardLink):
             kind = "an external link" if isinstance(link, h5py.ExternalLink) else "a soft link"
@@ -236,7 +243,8 @@ def member(group: h5py.Group, name: str, path: Path) -> Any:
 
 def attribute(node: Any, name: str) -> Any:
     """Return the value of an attribute; None if it is missing, too large, or not a single value."""
-    attributes = node.attrs  # Each access to `attrs` of a file would open its root group again.
+    # Read `attrs` once, because each access to `attrs` of a file opens its root group again.
+    attributes = node.attrs
     if name not in attributes:
         return None
     attribute_id = attributes.get_id(name)
@@ -247,12 +255,13 @@ def attribute(node: Any, name: str) -> Any:
 
 
 def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
-    """Check that the declared lengths of an attribute's texts do not exceed the size of a heap.
+    """Check that no text of an attribute is longer than `MAX_HEAP_BYTES`.
 
-    The lengths are read from the bytes of the file, without the HDF5 library.
+    The lengths are read from the bytes of the file, because the HDF5 library would allocate them.
 
     Raises:
-        CorruptFileError: A text is too long, or `node` has no such attribute.
+        CorruptFileError: A text is too long, or the attribute is not found in the bytes of the
+            file.
     """
     type_id = attribute_id.get_type()
     if type_id.get_class() != h5py.h5t.STRING or not type_id.is_variable_str():
@@ -277,15 +286,22 @@ def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
                 )
     if not is_found:
         raise CorruptFileError(
-            f"The text of attribute {name.decode()!r} is not among the attributes of its object."
+            f"Attribute {name.decode()!r} is not stored with its group or dataset, so that the "
+            "length of its text cannot be checked."
         )
 
 
 def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[bytes]:
-    """Yield the header messages that contain attributes of a group or dataset.
+    """Yield the header messages of a group or dataset that contain attributes.
 
-    Offsets in the file are relative to `start`. A heap has no list of its attributes: in this case,
-    all bytes that may be the attribute `name` are yielded.
+    If the attributes are in a fractal heap, this yields all byte ranges of the heap that may be the
+    message of the attribute `name`, because the heap has no list of its attributes.
+
+    Args:
+        file: The file.
+        place: Offset of the header in the file.
+        start: Offset to which all offsets in the header are relative.
+        name: Name of the attribute to find.
     """
     head = file.read_at(64, place)
     is_new = head[:4] == b"OHDR"
@@ -297,9 +313,11 @@ def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[
     else:
         parts = [(place + 16, _number(head[8:12]))]
         gap = 8
-    for number, (offset, num_bytes) in enumerate(parts):  # The loop appends parts to the list.
+    # The loop appends further parts to the list.
+    for number, (offset, num_bytes) in enumerate(parts):
         data = file.read_at(min(num_bytes, MAX_HEAP_BYTES), offset)
-        at = 4 if is_new and number else 0  # Skip the signature of 4 bytes.
+        # Later parts begin with a signature of 4 bytes.
+        at = 4 if is_new and number else 0
         while at + gap <= len(data) and number < _MAX_PARTS:
             message_type, size = struct.unpack_from("<BH" if is_new else "<HH", data, at)
             message = data[at + gap : at + gap + size]
@@ -315,9 +333,9 @@ def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[
 
 
 def _named(block: bytes, name: bytes) -> Iterator[bytes]:
-    """Yield byte ranges that may be the header message of the attribute `name`.
+    """Yield the byte ranges of a block that may be the message of the attribute `name`.
 
-    Messages of version 2 have a header of 8 bytes, messages of version 3 a header of 9 bytes.
+    The name follows a header of 8 bytes in version 2 of the message, and of 9 bytes in version 3.
     """
     for match in re.finditer(re.escape(name) + b"\0", block):
         for version, begin in ((2, match.start() - 8), (3, match.start() - 9)):
@@ -326,8 +344,12 @@ def _named(block: bytes, name: bytes) -> Iterator[bytes]:
 
 
 def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
-    """Yield the blocks of a fractal heap of small objects that is not compressed and not nested."""
-    # The undefined address of HDF5 means that there is no heap.
+    """Yield the blocks of a fractal heap.
+
+    Yields nothing for compressed heaps, and for heaps that store objects outside of their blocks.
+    Only the first level of a table of blocks is read.
+    """
+    # HDF5 uses the largest address for "no heap".
     head = file.read_at(142, place) if place < 1 << 62 else b""
     if (
         head[:4] != b"FRHP"
@@ -350,7 +372,7 @@ def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
 
 
 class Allowance:
-    """Limit for the memory of a file's datasets, computed from the size of the file.
+    """Limit for the memory of all datasets of a file, computed from the size of the file.
 
     Args:
         file_bytes: Size of the file in bytes.
@@ -362,10 +384,10 @@ class Allowance:
         self._most_bytes = max(file_bytes, _MAX_UNWRITTEN_BYTES)
 
     def take(self, dataset: h5py.Dataset, where: str) -> None:
-        """Add the memory of a dataset, before the dataset is read.
+        """Add the memory of a dataset to the total. Call this before reading the dataset.
 
         Raises:
-            CorruptFileError: The datasets so far are larger than the unpacked file can be.
+            CorruptFileError: The total is larger than the content of the file can be.
         """
         chunk_bytes = 0
         if dataset.chunks is not None:
@@ -385,7 +407,7 @@ class Allowance:
 
 
 class SparseFile(io.RawIOBase):
-    """File in memory for HDF5's file-object driver. Gaps are read as zeros and take no memory.
+    """File object in memory that the HDF5 library writes. Gaps are zeros and take no memory.
 
     Attributes:
         writes: Pairs (offset, bytes) in the order of writing. Later pairs overwrite earlier pairs.
@@ -438,9 +460,9 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
     """Create an HDF5 file in memory, in a third of the time of `h5py.File(header, "w", ...)`.
 
     Args:
-        header: File in memory.
+        header: File object that receives the bytes of the file.
         alignment: Alignment of datasets in bytes.
-        keeps_order: Whether datasets are listed in the order of creation. Otherwise by name.
+        keeps_order: Whether datasets are listed in the order of creation, not by name.
     """
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)

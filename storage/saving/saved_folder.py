@@ -1,7 +1,8 @@
 """Folders of saves: `config.json` and one HDF5 file per table, replaced and read as a whole.
 
-All files of a folder contain the same save id. If another process replaces the folder during a
-read, the read is repeated. Errors about the content name the folder.
+A table is a set of columns with equal numbers of rows. All files of a folder contain the same save
+id, a random text. If another process replaces the folder during a read, the read is repeated.
+Errors about the content name the folder.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from ..errors import (
 from .hdf5_columns import SAVE_ID, write_columns
 
 CONFIG_NAME = "config.json"
-#: Table of a store that is not a `BufferStore`.
+#: Name of the table with all tensors of a store that is not a `BufferStore`.
 COLUMNS = "columns"
-#: Table of the rows of a `BufferStore`.
+#: Name of the table with the rows of a `BufferStore`.
 ROWS = "buffer"
-#: Table of the final observations of a `BufferStore`.
+#: Name of the table with the final observations of a `BufferStore`.
 FINALS = "finals"
 #: Suffix of the file of a table.
 SUFFIX = ".hdf5"
 _OWN_NAMES = frozenset({CONFIG_NAME, *(table + SUFFIX for table in (COLUMNS, ROWS, FINALS))})
-#: Errors that Python and torch raise for values of wrong types.
+#: Errors that Python and torch raise if a damaged file contains values of wrong types or sizes.
 NONSENSE = (
     ArithmeticError,
     AttributeError,
@@ -47,10 +48,10 @@ NONSENSE = (
     TypeError,
     ValueError,
 )
-#: Maximum number of attempts to read a folder that other processes replace during each attempt.
-_MAX_READS = 1000
+#: Maximum number of attempts to load a folder that other processes replace during each attempt.
+_MAX_LOADS = 1000
 #: Maximum number of attempts to open a config while its folder is replaced.
-_MAX_LOOKS = 10
+_MAX_CONFIG_READS = 10
 _Made = TypeVar("_Made")
 
 
@@ -67,7 +68,7 @@ def write_folder(
 
     Args:
         folder: Folder to write.
-        tables: Columns of each file, by name of the file without suffix.
+        tables: Columns of each table, by the name of the table. Each table becomes one file.
         config: Content of `config.json`.
 
     Raises:
@@ -83,14 +84,14 @@ def write_folder(
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a folder's `config.json`."""
-    for _ in range(_MAX_LOOKS):
+    for _ in range(_MAX_CONFIG_READS):
         try:
             return read_json(existing_folder(folder) / CONFIG_NAME)
-        # Retry, as another process may be replacing the folder.
         except (FileNotFoundError, NotADirectoryError) as error:
+            # Retry, since another process may be replacing the folder.
             cause = error
     raise MissingSaveError(
-        f"{str(folder)!r} does not exist, or lacks the file {CONFIG_NAME}."
+        f"{str(folder)!r} does not exist, or does not contain the file {CONFIG_NAME}."
     ) from cause
 
 
@@ -101,37 +102,38 @@ def check_version(
     if config.get("format") != name or config.get("version") != version:
         raise ForeignFileError(
             f"{str(folder)!r} has the format {config.get('format')!r} of version "
-            f"{config.get('version')}, expected {name!r} of version {version}. Update this package."
+            f"{config.get('version')}, expected {name!r} of version {version}. Update this package "
+            "if the version is newer."
         )
 
 
 def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
-    """Load a folder by its config. Repeat if another process replaces the folder during the load.
+    """Call `load` with the config of a folder. Repeat if another process replaces the folder.
 
     Args:
         path: Folder to load.
-        load: Function from the config to the loaded object. It raises an error if a file has the id
-            of another save.
+        load: Function that maps the config to the loaded object. It raises an error if a file has
+            the id of another save.
     """
-    num_reads = 0
+    num_loads = 0
     while True:
         place = existing_folder(path)
         config = read_config(path)
-        num_reads += 1
+        num_loads += 1
         try:
             with as_damage(path):
                 return load(config)
         except (RolloutDataError, OSError):
-            # This is False between the two renames of `replace_folder` in another process.
+            # The content has another path between the two renames of `replace_folder`.
             has_same_place = existing_folder(path) == place
             is_same_save = has_same_place and read_config(path).get(SAVE_ID) == config.get(SAVE_ID)
-            if is_same_save or num_reads == _MAX_READS:
+            if is_same_save or num_loads == _MAX_LOADS:
                 raise
 
 
 @contextmanager
 def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert errors about damaged content to `CorruptFileError`. Every error names the folder."""
+    """Convert errors about damaged content to `CorruptFileError`, with the name of the folder."""
     try:
         yield
     except RolloutDataError as error:
@@ -139,7 +141,7 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
             error.message = f"{str(path)!r} cannot be loaded: {error.message}"
         raise
     except (*NONSENSE, OSError) as cause:
-        # ENOMEM comes from a wrong size, for which the operating system cannot map the memory.
+        # A wrong size in a damaged file causes ENOMEM, if so much memory cannot be mapped.
         is_no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
         is_damage = is_no_memory or isinstance(cause, NONSENSE)
         if not is_damage or isinstance(cause, torch.cuda.OutOfMemoryError):
@@ -150,7 +152,7 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
-    """Return the device for a load: `wanted`, or by default the saved device.
+    """Return the device of a store to load: `wanted`, or the saved device if `wanted` is None.
 
     If the saved device does not exist, the result is the CPU, and a warning is issued.
     """

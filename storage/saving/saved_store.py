@@ -1,9 +1,10 @@
 """`Store`: base class of objects with rows that can be saved, pickled and copied.
 
-`STORES` is the registry of the classes.
-
 A subclass implements `_get_state` and `_set_state`. `BufferStore` is a `Store` whose folders have
-the layout of earlier systems.
+the layout of earlier systems. `STORES` contains all subclasses by name, for `load_store`.
+
+Two stores are equal if they have the same class and the same constructor arguments. A state can
+only be loaded into a store that is equal to the store of the state.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from .saved_folder import (
 
 FORMAT = "rollout-data snapshot"
 VERSION = 1
-#: Types of the values of a config, by key.
+#: Required keys of a config, with the types of their values.
 _CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
-#: Sizes in bytes of the states of generators on the CPU and on CUDA.
+#: Sizes in bytes of the state of a `torch.Generator` on the CPU and on CUDA.
 _RNG_BYTES = {5056, 16}
 _Store = TypeVar("_Store", bound="Store")
 
-#: Classes that `load_store` can load, by name. The definition of a class adds the class.
+#: Classes that `load_store` can load, by name. The definition of a subclass of `Store` adds it.
 STORES: dict[str, type[Store]] = {}
 
 
@@ -67,10 +68,10 @@ class State:
     """The complete state of a store.
 
     Attributes:
-        arguments: Constructor arguments of an equal, empty store, as JSON values.
+        arguments: Constructor arguments of the store, as JSON values.
         numbers: Counters and flags, as JSON values.
-        tensors: Tensors by name, with levels joined by "/". `Store` adds a missing `rng`, the
-            random state.
+        tensors: Tensors by name, with levels joined by "/". The name `rng` is the random state.
+            `Store` adds it, if `_get_state` does not.
     """
 
     arguments: dict[str, Any]
@@ -82,20 +83,21 @@ class Store(Shown, ABC):
     """Base class with `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
 
     A subclass sets the attributes below and implements `_get_state` and `_set_state`. The lock is
-    held during both methods, and `_order` orders them among CUDA streams. A subclass whose
-    constructor does not accept `State.arguments`, `device` and `generator` also overrides
-    `_from_arguments`. Copies are made from the state: additional attributes of a subclass are
-    copied only if the state contains them.
+    held during both methods, and `_order` orders them with work on other CUDA streams. A subclass
+    whose constructor does not accept `State.arguments`, `device` and `generator` also overrides
+    `_from_arguments`. Pickles and copies are made from the state, so that they contain only the
+    attributes in the state.
 
     Attributes:
         device: Device of the rows.
         rng: Random generator of the samples.
         _lock: Lock held by every method that reads or writes rows.
-        _order: Order of reads and writes of rows among CUDA streams. A store whose parts have
-            separate orders has an order of the CPU, which does nothing.
+        _order: Order of reads and writes of rows by different CUDA streams. If each part of a store
+            has its own `StreamOrder`, that of the store is for the CPU and does nothing.
     """
 
-    #: Whether the state contains the whole memory, including rows that were never written.
+    #: Whether the tensors of the state have the full size of the memory of the store, including
+    #: rows that were never written.
     _is_saved_whole: ClassVar[bool] = False
     device: torch.device
     rng: torch.Generator
@@ -113,25 +115,25 @@ class Store(Shown, ABC):
 
     @abstractmethod
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load a state with equal arguments, without the random state.
+        """Load the state of an equal store, without the random state.
 
         The tensors are on the store's device, and the store may keep them. An implementation raises
-        an error for a state that does not match. The caller then restores replaced attributes.
-        Therefore an implementation either only replaces attributes, or checks the whole state
-        before it writes to memory.
+        an error for a state that does not match the store. The caller then restores the attributes,
+        but not the memory of tensors. Therefore an implementation must either only replace
+        attributes, or check the whole state before it writes to memory.
         """
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        """Create an equal, empty store without advancing torch's default generator.
+        """Create an empty store with constructor arguments from `State.arguments`.
 
-        The caller sets the random state.
+        This does not advance torch's default generator. The caller sets the random state.
         """
         make: Any = cls
         return make(**arguments, device=device, generator=0)
 
     def _options(self) -> dict[str, Any]:
-        """Return attributes, by name, that are copied in memory but not saved."""
+        """Return the attributes, by name, that a pickle or copy contains, but a save does not."""
         return {
             name: vars(self)[name]
             for name in ("output_device", "nested_key_separator")
@@ -139,7 +141,7 @@ class Store(Shown, ABC):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, including the random state, with tensors on this device."""
+        """Return a copy of the state, including the random state, on the device of the store."""
         return {"class": type(self).__name__, "version": VERSION, **vars(self.copy_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,7 +156,7 @@ class Store(Shown, ABC):
         self.take_state(state["numbers"], state["tensors"])
 
     def check_form(self, state: Mapping[str, Any]) -> None:
-        """Raise `SchemaError` if a state does not have the form of this version."""
+        """Raise `SchemaError` if a state is not a result of `state_dict` in this version."""
         if not isinstance(state, Mapping):
             raise SchemaError(f"state must be a mapping, got {type(state).__name__}.")
         if state.get("version", VERSION) != VERSION:
@@ -162,7 +164,7 @@ class Store(Shown, ABC):
         for key in ("class", "arguments", "numbers", "tensors"):
             if key not in state:
                 raise MissingFieldError(
-                    f"the state lacks the key {key!r}. It has {', '.join(map(repr, state))}."
+                    f"the state has no key {key!r}. It has {', '.join(map(repr, state))}."
                 )
             if key != "class" and not isinstance(state[key], Mapping):
                 raise SchemaError(
@@ -231,7 +233,7 @@ class Store(Shown, ABC):
         return load_one_save(folder, lambda config: cls._of_save(folder, config, device))
 
     def copy_state(self) -> State:
-        """Return a consistent copy of the state on this device."""
+        """Return a consistent copy of the state, on the device of the store."""
         with self._lock, self._order.reads:
             state = self._whole_state()
             for name, x in state.tensors.items():
@@ -239,7 +241,12 @@ class Store(Shown, ABC):
             return state
 
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raise `SchemaError` if a state belongs to another class, or to other arguments."""
+        """Raise `SchemaError` if this store is not equal to the store of a state.
+
+        Args:
+            name: Name of the class in the state.
+            arguments: Constructor arguments in the state.
+        """
         if name != type(self).__name__:
             raise SchemaError(f"the state belongs to a {name}, expected a {type(self).__name__}.")
         own = self._get_state().arguments
@@ -271,7 +278,7 @@ class Store(Shown, ABC):
         for key, expected in _CONFIG.items():
             if not isinstance(config.get(key), expected):
                 if key not in config:
-                    raise CorruptFileError(f"{CONFIG_NAME} of {where} lacks the key {key!r}.")
+                    raise CorruptFileError(f"{CONFIG_NAME} of {where} has no key {key!r}.")
                 raise CorruptFileError(
                     f"{key!r} in {CONFIG_NAME} of {where} must be a {expected.__name__}, got "
                     f"{type(config[key]).__name__}."
@@ -301,22 +308,27 @@ class Store(Shown, ABC):
     def _check_sizes(
         cls, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raise `SchemaError` if an empty store would be larger than the saved tensors.
+        """Raise `SchemaError` if the saved tensors are smaller than the store of these arguments.
 
-        The check runs before the store is allocated.
+        Wrong arguments in a damaged folder could otherwise allocate too much memory.
         """
         empty = cls._from_arguments(arguments, torch.device("meta"))._get_state().tensors
         empty_bytes = sum(x.nbytes for x in empty.values())
         saved_bytes = sum(x.nbytes for x in tensors.values())
         if empty_bytes > saved_bytes:
             raise SchemaError(
-                f"the saved arguments need a store of {empty_bytes} bytes, but only "
-                f"{saved_bytes} are saved."
+                f"the saved arguments describe a store of {empty_bytes} bytes, but the saved "
+                f"tensors have only {saved_bytes} bytes."
             )
 
     @lasting
     def take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load a state whose arguments were checked. After an error the store is unchanged."""
+        """Load the state of an equal store. After an error this store is unchanged.
+
+        Args:
+            numbers: `State.numbers`.
+            tensors: `State.tensors`, on any device.
+        """
         with self._lock, self._order.writes, self.unchanged_on_failure():
             try:
                 for name, tensor in tensors.items():
@@ -333,7 +345,7 @@ class Store(Shown, ABC):
             except RolloutDataError:
                 raise
             except KeyError as cause:
-                raise MissingFieldError(f"the state lacks {cause}.") from cause
+                raise MissingFieldError(f"the state has no {cause}.") from cause
             except NONSENSE as cause:
                 raise SchemaError(
                     f"the state is invalid: {type(cause).__name__}: {cause}. Pass a result of "
@@ -342,20 +354,20 @@ class Store(Shown, ABC):
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
-        """Restore attributes and random state if the block raises an error."""
-        before = dict(vars(self))
-        drawn = self.rng.get_state()
+        """Restore the attributes and the random state if the block raises an error."""
+        attributes = dict(vars(self))
+        random_state = self.rng.get_state()
         try:
             yield
         except BaseException:
-            object.__setattr__(self, "__dict__", before)
-            self.rng.set_state(drawn)
+            object.__setattr__(self, "__dict__", attributes)
+            self.rng.set_state(random_state)
             raise
 
     def _random_state(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return the generator's new state for a saved random state.
+        """Return the state to set in the generator `rng`, for a saved random state.
 
-        A subclass may replace the generator first.
+        A subclass may replace `rng` in this method.
         """
         return random_state_for(self.rng, saved)
 
@@ -398,11 +410,11 @@ def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None 
 
 
 def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.Tensor:
-    """Return `saved`, or a replacement if `generator` is on another type of device.
+    """Return a random state for `generator`: the state `saved`, if its device type is the same.
 
-    `saved` is a saved random state. The replacement is a random state that is seeded from it. All
-    loads of a save then draw the same numbers. These numbers differ from the draws of the saved
-    store, and a warning is issued.
+    CPU and CUDA have different forms of random states. For another device type, this returns a
+    state that is seeded from `saved`, and issues a warning. All loads of a save then draw the same
+    numbers, but not those of the saved store.
     """
     if saved.numel() not in _RNG_BYTES - {generator.get_state().numel()}:
         return saved
@@ -420,7 +432,7 @@ def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.T
 
 
 def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return a count of a loaded state. Raises `SchemaError` if it is not in [`low`, `high`]."""
+    """Return a number of a loaded state. Raises `SchemaError` if it is not in [`low`, `high`]."""
     count = numbers[name]
     if not is_whole(count) or not low <= count <= high:
         raise SchemaError(
@@ -443,7 +455,7 @@ def checked_tensor(
     return tensor
 
 
-# Pickles refer to this function by its name.
+# Existing pickles contain the name of this function. Do not rename it.
 def _remade(
     store_class: type[Store],
     device: torch.device,

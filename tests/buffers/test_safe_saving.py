@@ -388,7 +388,7 @@ def test_a_folder_of_an_earlier_system_without_its_rows_is_an_error(
     (folder / "config.json").write_text(
         json.dumps({"capacity": 10, "__target__": "old.DictBuffer", **config})
     )
-    with pytest.raises(CorruptFileError, match=r"lacks the file buffer\.hdf5"):
+    with pytest.raises(CorruptFileError, match=r"does not contain the file buffer\.hdf5"):
         load_buffer(folder)
     DictBuffer(capacity=3).save(tmp_path / "new")  # one that never held a row has none
     assert load_buffer(tmp_path / "new").empty()
@@ -396,7 +396,7 @@ def test_a_folder_of_an_earlier_system_without_its_rows_is_an_error(
     cleared.clear()
     cleared.save(tmp_path / "cleared")
     (tmp_path / "cleared" / "buffer.hdf5").unlink()
-    with pytest.raises(CorruptFileError, match=r"lacks the file buffer\.hdf5"):
+    with pytest.raises(CorruptFileError, match=r"does not contain the file buffer\.hdf5"):
         load_buffer(tmp_path / "cleared")
 
 

@@ -147,7 +147,7 @@ def test_a_block_with_sizes_of_less_than_8_bytes_raises(tmp_path):
     with h5py.File(file) as opened:
         opened.attrs["format"] = "rollout-data"
     with pytest.raises(
-        CorruptFileError, match="it has HDF5 offsets or lengths of another size than 8 bytes"
+        CorruptFileError, match="it has HDF5 offsets of 8 bytes and lengths of 4 bytes, expected 8"
     ):
         open_block(tmp_path / "x.h5")
 

@@ -153,7 +153,7 @@ def test_a_config_without_its_numbers_is_reported(tmp_path):
     make("sarsa", "full").save(tmp_path / "kept")
     path = tmp_path / "kept" / "config.json"
     path.write_text(json.dumps({**config_of(path), "numbers": {}}))
-    with pytest.raises(CorruptFileError, match="is damaged: the state lacks '"):
+    with pytest.raises(CorruptFileError, match="is damaged: the state has no '"):
         load_store(tmp_path / "kept")
 
 
