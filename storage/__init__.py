@@ -160,7 +160,7 @@ __all__ = sorted(_HOMES)
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import a public name."""
+        """Import and return a public name of this package."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = getattr(importlib.import_module(_HOMES[name], __name__), name)

@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 _Self = TypeVar("_Self", bound="RolloutDataError")
-#: Maximum number of names that `nearest` compares. They take some tenths of a second.
+#: Maximum number of names that `nearest` compares. Comparing so many takes tenths of a second.
 _MOST_COMPARED = 10_000
-#: Packages whose public calls appear in the message of an error.
+#: Packages of this project, whose public calls appear in the messages of errors.
 _OURS = ("storage", "rollout_data")
-#: Packages of decorators and context managers, whose stack frames may lie between our frames.
+#: Packages whose stack frames may lie between frames of this project, such as those of decorators.
 _BETWEEN = {"contextlib", "functools", "torch"}
 
 
@@ -52,7 +52,7 @@ class RolloutDataError(Exception):
 
     Args:
         message: The problem, and the next step for the user: one or two sentences.
-        kind: Class of the defect in one word, as in "gap", for programs; "" if unknown.
+        kind: Kind of the defect, for programs that handle the error, such as "gap"; "" if unknown.
         episode: Name of the affected episode, or of its folder; "" for no episode or several.
     """
 
@@ -90,7 +90,7 @@ class SchemaError(UsageError):
 
 
 class MissingFieldError(SchemaError, KeyError):
-    """A record lacks a field of the schema or has a field that is not in the schema."""
+    """A field of the schema is missing in a record, or a field is not in the schema."""
 
 
 class MissingFolderError(UsageError, FileNotFoundError):
@@ -162,7 +162,7 @@ class CorruptFileError(DataFileError):
 
 
 class UnsafeFileError(DataFileError):
-    """A file would run code, or do something else that is not allowed, while it is loaded."""
+    """A file is not loaded, because loading it could run its code or read other files."""
 
 
 class ForeignFileError(DataFileError):
@@ -174,11 +174,17 @@ class RolloutDataWarning(UserWarning):
 
 
 class TargetError(RolloutDataError, OSError):
-    """A target is not writable: read-only, full, not permitted, or blocked by an existing file."""
+    """The target of a conversion, or of another command, cannot be written.
+
+    For example it is read-only, its disk is full, or another file has its name.
+    """
 
 
 def _call_of_user() -> str:
-    """Return the public call on the stack that is nearest to the code of the user; "" for none."""
+    """Return the public call that the user made, such as "DictBuffer.sample"; "" for none.
+
+    The stack is searched outward, up to the first frame that is not of this project.
+    """
     call = ""
     frame = inspect.currentframe()
     while frame is not None:
@@ -192,7 +198,10 @@ def _call_of_user() -> str:
 
 
 def _public_name(frame: FrameType, package: str) -> str:
-    """Return "class.method", "class" or "function" for a frame of the public interface, else ""."""
+    """Return the public name of the call in a stack frame; "" if the call is not public.
+
+    The name is "function" or "Class.method", and "Class" for private and special methods.
+    """
     if frame.f_globals is globals():
         return ""
     # `rollout_data.open` is public but not in `__all__`.
@@ -211,7 +220,7 @@ def _public_name(frame: FrameType, package: str) -> str:
 
 
 def nearest(name: object, options: Iterable[str], most: int | None = None) -> str:
-    """Return at most `most` of the valid options as text, the nearest match to `name` first."""
+    """Return valid options as text, the nearest match to `name` first; at most `most` options."""
     listed = sorted(map(str, options))
     close = difflib.get_close_matches(str(name), listed[:_MOST_COMPARED], n=1)
     ordered = close + [option for option in listed if option not in close]

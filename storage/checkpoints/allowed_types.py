@@ -1,7 +1,10 @@
 """Types that `load_checkpoint` loads by default: tensors, containers, numpy values and enums.
 
-Loading runs no code of a file. Each global name in a pickle is replaced by a function of this
-module. The name of an enum is replaced by a lookup in a class that the program already imported.
+A pickle refers to classes and functions by global names, such as `numpy.dtype`. torch's loader for
+`weights_only=True` accepts the names in a global list, which contains an object for each name. This
+module adds names to the list while a file is loaded. The object of each name is a replacement that
+runs no code of the file: a function of this module, or a lookup in an enum that the program already
+imported.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import numpy.typing as npt
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-#: Kinds of numpy dtypes that are loaded. Structured dtypes could describe memory outside the array.
+#: Kinds of numpy dtypes that are loaded. Structured dtypes are not, because they could describe
+#: memory outside of the array.
 _KINDS = "biufcSUmMO"
-#: Types of leaves that torch loads with any value.
+#: Types whose values torch loads without conditions.
 _PLAIN = (
     type(None),
     bool,
@@ -39,18 +43,20 @@ _PLAIN = (
     torch.device,
     torch.layout,
 )
-#: Limit of integers. pickle encodes larger integers in a form that torch does not load.
+#: Integers of this size or more are refused. pickle encodes very large integers in a form that
+#: torch does not load.
 _MOST_INT = 1 << 2000
-#: Function by which pickle protocol 2 refers to members of a class.
+#: Function by which pickle protocol 2 refers to a class that is defined within another class.
 _GETATTR = "builtins.getattr"
-#: A character that ends a name in a pickle, so that no name in a file contains it.
+#: End of names that no file can contain, because this character ends each name in a pickle.
 _NO_NAME = "\n"
-#: Lock held while names are in torch's list of allowed names, which is global to the process.
+#: Lock held while this module has added names to torch's list of allowed names. The list is global
+#: to the process.
 _loading = threading.Lock()
 
 
 class NotLoadedError(pickle.UnpicklingError):
-    """A checkpoint contains types that are not loaded by default."""
+    """A checkpoint refers to global names that are not allowed: the attribute `names`."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(", ".join(names))
@@ -59,38 +65,45 @@ class NotLoadedError(pickle.UnpicklingError):
 
 @contextmanager
 def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
-    """Add the allowed names of a checkpoint to torch's list while the block runs.
+    """Add the global names in a checkpoint to torch's list of allowed names during the block.
 
-    Yields whether there are such names; the caller must then run `check_values` on the result.
+    Yields whether names were added. If so, the loaded result may contain replacements, and the
+    caller must pass it to `check_values`.
+
+    Args:
+        content: Zip archive of the checkpoint.
 
     Raises:
         NotLoadedError: The checkpoint contains names that are not allowed.
     """
-    with ExitStack() as held:
+    with ExitStack() as contexts:
         # Lock first, because another load may have added names to the global list.
-        held.enter_context(_loading)
+        contexts.enter_context(_loading)
         needed = get_unsafe_globals_in_checkpoint(content)
         content.seek(0)
-        replacements = _meanings(needed)
-        if lacking := sorted(set(needed) - replacements.keys()):
-            raise NotLoadedError(lacking)
+        replacements = _replacements(needed)
+        refused = sorted(set(needed) - replacements.keys())
+        if refused:
+            raise NotLoadedError(refused)
         if replacements:
             added: list[Any] = [
                 (replacement, name) for name, replacement in replacements.items()
             ] + _BUILT
             known = get_safe_globals()
-            held.enter_context(
+            contexts.enter_context(
                 safe_globals([replacement for replacement in added if replacement not in known])
             )
         else:
-            # Without such names, no lock is needed, and other loads may run at the same time.
-            held.close()
+            # If no name is added, release the lock, so that other loads may run at the same time.
+            contexts.close()
         yield bool(replacements)
 
 
-def _meanings(names: list[str]) -> dict[str, Any]:
-    """Map each allowed name in a file to its replacement."""
-    replacements: dict[str, Any] = {name: _MEANINGS[name] for name in names if name in _MEANINGS}
+def _replacements(names: list[str]) -> dict[str, Any]:
+    """Return the replacement of each global name that is allowed. Other names are left out."""
+    replacements: dict[str, Any] = {
+        name: _FIXED_REPLACEMENTS[name] for name in names if name in _FIXED_REPLACEMENTS
+    }
     inner: dict[type, Callable[..., Any]] = {}
     for name in set(names) - replacements.keys():
         imported = _imported_class(name)
@@ -103,7 +116,8 @@ def _meanings(names: list[str]) -> dict[str, Any]:
             if lookups:
                 inner |= lookups
                 replacements[name] = _Outer(imported)
-    if inner:  # A pickle refers to an enum within a class by `getattr(class, name)`.
+    if inner:
+        # A pickle refers to an enum within a class by `getattr(class, name)`.
         replacements[_GETATTR] = partial(_inner_enum, inner)
         replacements |= {
             f"{enum_class.__module__}.{enum_class.__qualname__}{_NO_NAME}": lookup
@@ -120,15 +134,14 @@ def _imported_class(name: str) -> type | None:
 
 
 class _Outer:
-    """Replacement of a class that a file refers to only because of the enums within it."""
+    """Replacement of a class within which an enum is defined. The class itself cannot be called."""
 
     def __init__(self, outer_class: type) -> None:
-        self.kind = outer_class
+        self.outer_class = outer_class
 
     def __call__(self, *_: Any) -> Any:
-        raise pickle.UnpicklingError(
-            f"{self.kind.__module__}.{self.kind.__qualname__} is not an enum"
-        )
+        name = f"{self.outer_class.__module__}.{self.outer_class.__qualname__}"
+        raise pickle.UnpicklingError(f"{name} is not an enum")
 
 
 def _enums_in(outer_class: type) -> list[type[enum.Enum]]:
@@ -143,12 +156,17 @@ def _enums_in(outer_class: type) -> list[type[enum.Enum]]:
 
 
 def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) -> Any:
-    """Return the replacement of the class `name` that is defined within the class of `owner`.
+    """Return the replacement of the class `name` that is defined within another class.
 
-    For an enum, the replacement looks up its members. For a class that contains an enum, it is
-    another `_Outer`.
+    For an enum, this is its lookup in `lookups`. For a class that contains an enum, it is another
+    `_Outer`.
+
+    Args:
+        lookups: Function that returns a member by its value, for each enum class.
+        owner: Replacement of the other class.
+        name: Name of the class within the other class.
     """
-    inner = vars(owner.kind).get(name) if isinstance(owner, _Outer) else None
+    inner = vars(owner.outer_class).get(name) if isinstance(owner, _Outer) else None
     if isinstance(inner, type) and inner in lookups:
         return lookups[inner]
     if isinstance(inner, type) and _enums_in(inner):
@@ -165,34 +183,35 @@ def _member(enum_class: type[enum.Enum], value: Any) -> enum.Enum:
         if type(member.value) is type(value) and member.value == value:
             return member
     is_flag = issubclass(enum_class, enum.Flag) and "_missing_" not in {
-        name for base in _own(enum_class) for name in vars(base)
+        name for base in _classes_of_program(enum_class) for name in vars(base)
     }
     if is_flag and type(value) is int:
-        # The value may be a combination of several flags, which is not a member.
+        # A combination of several flags is not a member. The call is safe, because the class has no
+        # `_missing_` of its own.
         return enum_class(value)
     raise pickle.UnpicklingError(
         f"{enum_class.__module__}.{enum_class.__qualname__} has no member with the value {value!r}"
     )
 
 
-def _own(enum_class: type) -> list[type]:
-    """Return the base classes of an enum that are not from the standard library."""
+def _classes_of_program(enum_class: type) -> list[type]:
+    """Return an enum class and its base classes, without those of the standard library."""
     return [base for base in enum_class.__mro__ if base.__module__ not in ("enum", "builtins")]
 
 
 def _array() -> None:
-    """Replacement of `numpy.ndarray` for files that refer to the class of an array."""
+    """Do nothing. This function replaces the class `numpy.ndarray`, which a pickled array names."""
 
 
 def _empty_array(array_class: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
-    """Return an array whose values are set later by its pickled state."""
+    """Return an empty array. Loading then sets its shape, dtype and values."""
     if array_class is not _array or shape != (0,):
         raise pickle.UnpicklingError("a subclass of numpy.ndarray")
     return np.empty(0, np.int8)
 
 
 def _no_bytes() -> bytes:
-    """Return empty bytes. Pickles encode empty bytes as a call of this function."""
+    """Return empty bytes. Pickle protocol 2 encodes empty bytes as a call of `bytes`."""
     return b""
 
 
@@ -215,8 +234,9 @@ def _scalar(dtype: Any, value: Any) -> Any:
     return np.frombuffer(value, dtype)[0]
 
 
-#: Replacements by the name in a file. numpy 1 and 2 use different names for the same objects.
-_MEANINGS: dict[str, Callable[..., Any]] = {
+#: Replacements of global names that are always allowed. numpy 1 and 2 use different names for the
+#: same objects.
+_FIXED_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "builtins.bytes": _no_bytes,
     "numpy.ndarray": _array,
@@ -225,7 +245,8 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
 _DTYPE_CLASSES: set[type] = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUmMO"}
-#: Objects whose state a file may set, with names that no file can contain.
+#: Classes of objects whose state a file may set. torch's list must contain these classes, but a
+#: file must not call them. Therefore they have names that no file can contain.
 _BUILT: list[tuple[Any, str]] = [
     (kind, f"{kind.__name__}{_NO_NAME}") for kind in {np.ndarray, *_DTYPE_CLASSES}
 ]
@@ -235,11 +256,11 @@ _BUILT: list[tuple[Any, str]] = [
 
 
 def refused_part(checkpoint: Any) -> tuple[str, str] | None:
-    """Return the first part of a checkpoint that `load_checkpoint` does not load by default.
+    """Return the first value in a checkpoint that `load_checkpoint` does not load by default.
 
     Returns:
-        The path of the part, such as `checkpoint['agent'][0]`, and its description. None if all
-        parts can be loaded.
+        The path of the value, such as `checkpoint['agent'][0]`, and a description of its type.
+        None if the whole checkpoint can be loaded.
     """
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("checkpoint", checkpoint)]
@@ -252,13 +273,15 @@ def refused_part(checkpoint: Any) -> tuple[str, str] | None:
         inner = _parts(path, part)
         if inner is not None:
             waiting += reversed(inner)
-        elif not _is_loaded_leaf(part) and (why := _why_refused(part)):
-            return path, why
+        elif not _is_always_loaded(part):
+            description = _why_refused(part)
+            if description:
+                return path, description
     return None
 
 
 def check_values(loaded: Any) -> None:
-    """Raise `UnpicklingError` if the result contains a replacement instead of a value."""
+    """Raise `UnpicklingError` if a loaded checkpoint contains a replacement instead of a value."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("checkpoint", loaded)]
     while waiting:
@@ -272,7 +295,10 @@ def check_values(loaded: Any) -> None:
 
 
 def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of an allowed container with their paths; None for other objects."""
+    """Return (path, item) for each item of a container; None for other objects.
+
+    The path of the container is `path`. Only containers that are loaded by default count.
+    """
     part_type = type(part)
     if part_type in (dict, OrderedDict, Counter):
         keys = [(f"key {key!r:.80} of {path}", key) for key in part]
@@ -296,8 +322,11 @@ def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _is_loaded_leaf(part: Any) -> bool:
-    """Return whether the type of a leaf can be loaded with any value."""
+def _is_always_loaded(part: Any) -> bool:
+    """Return whether a tensor, array or numpy scalar is loaded, as far as its type shows.
+
+    Other objects must be tested by `_why_refused`.
+    """
     if isinstance(part, torch.Tensor):
         is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
         return is_plain and not part.is_quantized and not part.is_nested and not part.__dict__
@@ -308,13 +337,16 @@ def _is_loaded_leaf(part: Any) -> bool:
 
 
 def reason(cause: BaseException) -> str:
-    """Return the error message of torch's loader without the advice that follows the reason."""
+    """Return the reason in an error message of torch's loader, without the advice after it."""
     text = str(cause).rpartition("WeightsUnpickler error: ")[2] or type(cause).__name__
     return text.strip().splitlines()[0]
 
 
 def _why_refused(part: Any) -> str:
-    """Save and load a part as a test. Returns its description if the test fails, otherwise ""."""
+    """Return "" if a value can be saved and loaded, otherwise a description of its type.
+
+    The function saves the value to memory and loads it again.
+    """
     type_name = f"{type(part).__module__}.{type(part).__qualname__}"
     content = io.BytesIO()
     try:

@@ -31,12 +31,13 @@ from ..core.threads import num_processors
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
 from .allowed_types import NotLoadedError, allowed_globals, check_values, reason
 
-#: Suffix of the path of a compressed checkpoint.
+#: Suffix of compressed checkpoints.
 SUFFIX = ".lz4"
 #: Member of the zip archive that contains `meta`.
 META_NAME = "archive/meta.json"
 _ZIP_MAGIC = b"PK\x03\x04"
-#: Header of a zip member; its last fields are the lengths of the name and of the extra field.
+#: Header of a zip member. The content follows after the name and the extra field, whose lengths are
+#: the last two numbers of the header.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
 #: Errors that damaged pickles cause, in addition to `UnpicklingError` and errors of torch.
@@ -62,8 +63,8 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
         obj: Object to save. It must not change during the call.
         path: Path of the file, including the suffix.
         level: LZ4 level; None for no compression.
-        meta: JSON of the metadata, or None. It is stored as a member of the zip archive, or in a
-            frame that LZ4 readers skip.
+        meta: Metadata as JSON, or None. An uncompressed file has it as a member of the zip
+            archive. A compressed file has it in a frame that LZ4 readers skip.
     """
     with replace_file(path) as new:
         with open(new, "wb") as file:
@@ -77,7 +78,8 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
         if level is None and meta is not None:
             with zipfile.ZipFile(new, "a") as archive:
                 archive.writestr(META_NAME, meta)
-        # Time stamps of the file system are too coarse to order two saves in quick succession.
+        # `_find` compares these times. Times that the file system sets are too coarse to order two
+        # saves in quick succession.
         now_ns = time.time_ns()
         os.utime(new, ns=(now_ns, now_ns))
 
@@ -129,9 +131,9 @@ def load_checkpoint_parallel(
     num_threads: int | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Load a checkpoint as `load_checkpoint` does. LZ4 blocks are decoded by several threads.
+    """Load a checkpoint as `load_checkpoint` does, with several threads that decode LZ4 blocks.
 
-    `num_threads=None` uses one thread per available processor, at most 8.
+    With `num_threads=None` there is one thread per available processor, but at most 8.
     """
     if num_threads is None:
         num_threads = min(8, num_processors())
@@ -156,10 +158,10 @@ def load_checkpoint_parallel(
 
 
 def map_checkpoint(path: Path) -> Any:
-    """Load an uncompressed checkpoint. The bytes of its tensors are mapped, not read.
+    """Load an uncompressed checkpoint. The memory of its tensors is mapped from the file.
 
     Writing to a tensor does not change the file. Only tensors and plain types are loaded, as by
-    `load_checkpoint`. Sizes are checked. Checksums are not, because that would read the whole file.
+    `load_checkpoint`. Checksums are not checked, because that would read the whole file.
 
     Raises:
         CorruptFileError: The file is truncated, or declared sizes exceed the file.
@@ -185,7 +187,7 @@ def _unpickled(
     Args:
         content: The zip archive, whose members were checked.
         path: Path of the file, for errors.
-        source: `content`, or the path of the archive if its tensors are to be mapped.
+        source: `content` to read the tensors, or the path of the archive to map them.
         map_location: As for `torch.load`.
         weights_only: Whether only tensors and plain types are loaded.
     """
@@ -211,7 +213,8 @@ def _unpickled(
         raise DataFileError(f"{str(path)!r} cannot be loaded: {problem}.") from cause
     except _NONSENSE as cause:
         if isinstance(cause, AttributeError) and not weights_only:
-            raise  # A class that cannot be imported is not damage of the file.
+            # The program lacks a class of the checkpoint. The file is not damaged.
+            raise
         problem = f"it is not a file of torch.save ({type(cause).__name__}: {cause})"
         raise _damaged(path, problem) from cause
 
@@ -230,9 +233,9 @@ def _unsafe(path: Path, cause: pickle.UnpicklingError) -> UnsafeFileError:
 
 
 def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
-    """Read the `meta` of a checkpoint without its tensors; None if there is no `meta`.
+    """Read the `meta` that was passed to `save_async`, without reading the tensors.
 
-    Raises the errors of `load_checkpoint`.
+    Returns None for a checkpoint without `meta`. Raises the errors of `load_checkpoint`.
     """
     located = _find(path)
     text = None
@@ -251,7 +254,7 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
-    """Return the file of a checkpoint: the newer of the plain and the compressed file."""
+    """Return the path of a checkpoint's file: the newer of `path` and `path` + ".lz4"."""
     plain = arguments.path("", path)
     candidates = (
         [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
@@ -277,7 +280,7 @@ def _is_compressed(file: IO[bytes], path: Path) -> bool:
 
 
 def _mapped(file: IO[bytes]) -> memoryview:
-    """Map a non-empty file into memory. The mapping ends with its last view."""
+    """Map a non-empty file into memory. The mapping exists as long as a view of it."""
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
@@ -315,10 +318,11 @@ class _MemoryFile(io.RawIOBase):
 
 
 def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of the zip archive by name.
+    """Return the members of a zip archive by name. Only the directory of the archive is read.
 
     Raises:
-        CorruptFileError: The members are larger than the archive.
+        CorruptFileError: The file is not a zip archive, a member is compressed, or the members are
+            larger than the archive.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -346,13 +350,13 @@ def _check_member(
 ) -> int:
     """Check the checksum of a zip member and return the offset of its content.
 
-    This takes a third of the time of `zipfile`.
+    The content is read in pieces into `buffer`, in a third of the time of `zipfile`.
     """
     name = f"member {member.filename!r}"
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(_ZIP_MAGIC):
-        raise _damaged(path, f"{name} has no header, got {header[:4]!r}")
+        raise _damaged(path, f"{name} has no zip header, got the bytes {header[:4]!r}")
     start: int = member.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
     file.seek(start)
     left = member.file_size
@@ -360,7 +364,7 @@ def _check_member(
     while left:
         num_bytes = file.readinto(buffer[:left])
         if not num_bytes:
-            raise _damaged(path, f"{name} lacks its last {left} bytes")
+            raise _damaged(path, f"the last {left} bytes of {name} are missing")
         left = left - num_bytes
         crc = crc32(buffer[:num_bytes], crc)
     if crc != member.CRC:

@@ -76,12 +76,12 @@ class AsyncCheckpointSaver(Owned):
             expected = "a PerformanceMonitor or None"
             arguments.instance("monitor", monitor, expected, PerformanceMonitor)
         self._monitor = monitor or PerformanceMonitor()
-        # The pool reuses memory of earlier copies. New memory makes copies several times slower.
+        # Memory of earlier copies is reused, because new memory makes copies several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._worker = Worker("checkpoints", max_pending=max_queue_size)
         self._owner = self._worker.owner
-        #: Waiting checkpoints, oldest first: the future, and a list with the copy until the copy is
-        #: written.
+        #: Checkpoints that are not written yet, oldest first: the future, and a list with the copy.
+        #: The list is cleared when the copy is written or dropped.
         self._waiting: list[tuple[Future[Path], list[Any]]] = []
         self._is_closed = False
         #: Lock held while a call waits for room in the queue and copies its checkpoint.
@@ -92,7 +92,8 @@ class AsyncCheckpointSaver(Owned):
         try:
             super().__exit__()
         except CheckpointError:
-            if failure is None:  # An error of the `with` block takes precedence.
+            # An error of the `with` block takes precedence.
+            if failure is None:
                 raise
 
     @property
@@ -133,7 +134,7 @@ class AsyncCheckpointSaver(Owned):
             returned.
 
         Raises:
-            CheckpointError: An earlier save failed. This checkpoint was not saved.
+            CheckpointError: An earlier save failed. This call did not save its checkpoint.
             QueueFullError: The queue is full and `on_full` is "raise".
             ClosedError: The saver was shut down.
             UsageError: `path` is not a path, `meta` has no JSON form, or a part of the checkpoint
@@ -167,7 +168,8 @@ class AsyncCheckpointSaver(Owned):
             timeout: Maximum time to wait, in seconds; None for no limit.
 
         Raises:
-            WaitTimeoutError: The time limit is over. The checkpoints will still be written.
+            WaitTimeoutError: The checkpoints took longer than `timeout`. They will still be
+                written.
             CheckpointError: A save failed.
         """
         if timeout is not None:
@@ -178,8 +180,8 @@ class AsyncCheckpointSaver(Owned):
         """Stop accepting checkpoints and write all accepted checkpoints. Idempotent.
 
         Args:
-            wait: Whether to return after all checkpoints are written. Otherwise the call returns
-                immediately, and the thread continues to write.
+            wait: Whether to wait until all checkpoints are written. Otherwise the background thread
+                continues to write after the call.
 
         Raises:
             CheckpointError: A save failed.
@@ -195,7 +197,7 @@ class AsyncCheckpointSaver(Owned):
             self._pool.clear()
 
     def close(self, wait: bool = True) -> None:
-        """Stop accepting checkpoints and write all accepted checkpoints; see `shutdown`."""
+        """Call `shutdown(wait)`."""
         self.shutdown(wait)
 
     def _wait_for_room(self, path: Path) -> None:
@@ -213,8 +215,8 @@ class AsyncCheckpointSaver(Owned):
                 return
             if self.on_full == "raise":
                 raise QueueFullError(
-                    f"{str(path)!r} is not saved: the queue is full with {self.max_queue_size} "
-                    "waiting checkpoints."
+                    f"{str(path)!r} is not saved: {self.max_queue_size} checkpoints are already "
+                    "waiting in the queue. Save less often, or raise max_queue_size."
                 )
             dropped = (held for future, held in self._waiting if future.cancel())
             if self.on_full == "drop_oldest" and (oldest := next(dropped, None)):
@@ -224,7 +226,7 @@ class AsyncCheckpointSaver(Owned):
                 wait([future for future, _ in self._waiting], return_when=FIRST_COMPLETED)
 
     def _write(self, held: list[Any], path: Path, level: int | None, meta: bytes | None) -> Path:
-        """Write the copy in `held`, in the background thread, and drop all references to it."""
+        """Write the copy `held[0]` in the background thread, then delete all references to it."""
         try:
             with self._monitor.timer("checkpoint/write"):
                 write_checkpoint(held[0], path, level, meta)
@@ -253,7 +255,8 @@ def _finish_open_savers() -> None:
         raise failure
 
 
-# At exit, accepted checkpoints are already written. This call raises the errors of failed saves.
+# Python waits for the threads of a pool before it calls functions of `atexit`. Accepted checkpoints
+# are then written, and this function raises the errors of failed saves.
 atexit.register(_finish_open_savers)
 
 
@@ -291,12 +294,15 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
         parameters. Strides are kept unless they leave gaps. Other leaves are copied by
         `copy.deepcopy`, which may raise its own errors.
     """
-    # `deepcopy` looks up each object in its memo, here the copied tensors by `id`.
+    # `deepcopy` returns the object in its memo for the `id` of an object, here a copied tensor.
     return copy.deepcopy(obj, dict[int, Any](_copy_tensors(_find_tensors(obj), pool)))
 
 
 def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
-    """Return the dense tensors in an object by their `id`. `deepcopy` copies all other tensors."""
+    """Return the tensors in an object that `_copy_tensors` copies, by their `id`.
+
+    Sparse and quantized tensors, tensor subclasses and meta tensors are left to `deepcopy`.
+    """
     tensors: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     waiting = [obj]
@@ -326,13 +332,13 @@ def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
 def _copy_tensors(tensors: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[int, torch.Tensor]:
     """Copy tensors and return each copy by the `id` of the original.
 
-    Tensors that share a storage are copied together. The copied bytes reach from the start of the
-    first to the end of the last of these tensors.
+    Tensors that share a storage are copied together: one copy of the bytes from the start of the
+    first tensor to the end of the last tensor.
     """
     copies: dict[int, torch.Tensor] = {}
     groups: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        # Lazy conjugates and negatives store the original numbers and a flag.
+        # torch conjugates and negates lazily. Compute the numbers, since only the memory is copied.
         plain = tensor.detach().resolve_conj().resolve_neg()
         if plain.numel():
             groups.setdefault((str(plain.device), plain.untyped_storage().data_ptr()), {})[key] = (
@@ -347,8 +353,8 @@ def _copy_tensors(tensors: Mapping[int, torch.Tensor], pool: BufferPool) -> dict
         if span.is_on_cuda:
             target = torch.empty(span.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
-            # `from_numpy` of an array slice makes a separate storage. A slice of the pooled tensor
-            # would share the storage of the whole buffer.
+            # A tensor from a slice of an array has a storage of its own size. A slice of a tensor
+            # would have the storage of the whole buffer.
             target = torch.from_numpy(buffer[start : start + span.num_bytes])
             start += span.room
         copies |= _copy_span(span, target)
@@ -363,7 +369,14 @@ def _copy_tensors(tensors: Mapping[int, torch.Tensor], pool: BufferPool) -> dict
 
 
 class _Span(NamedTuple):
-    """A byte range of one storage, with the tensors in it by `id`."""
+    """A byte range of the storage of one or more tensors.
+
+    Attributes:
+        tensors: Tensors in the range, by the `id` of the original tensor.
+        start: First byte in the storage.
+        num_bytes: Size of the range.
+        device: Device of the storage.
+    """
 
     tensors: Mapping[int, torch.Tensor]
     start: int
@@ -380,7 +393,10 @@ class _Span(NamedTuple):
 
 
 def _span(group: dict[int, torch.Tensor]) -> _Span:
-    """Return the byte range of tensors in their storage. A tensor with gaps is packed first."""
+    """Return the byte range of tensors that share a storage.
+
+    A single tensor with gaps between its elements is first copied to memory without gaps.
+    """
     starts = []
     stops = []
     for key, tensor in group.items():
@@ -394,16 +410,18 @@ def _span(group: dict[int, torch.Tensor]) -> _Span:
         starts.append(int(tensor.storage_offset()) * tensor.itemsize)
         stops.append(starts[-1] + (reach + 1) * tensor.itemsize)
     start = min(starts)
-    if (
-        len(group) > 1
-    ):  # Alignment for every dtype: round down to a multiple of the largest element size.
+    if len(group) > 1:
+        # Each tensor must start at a multiple of its element size in the copy, too.
         start = start // _ALIGNMENT * _ALIGNMENT
     return _Span(group, start, max(stops) - start, tensor.device)
 
 
 def _copy_span(span: _Span, target: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Copy a span to `target`, `[num_bytes]` uint8 on the CPU. Asynchronous if it is pinned."""
-    # Copies of wide elements are a quarter faster in torch than copies of bytes.
+    """Copy a span to `target` and return a view of each tensor in it, by `id`.
+
+    `target` is `[num_bytes]` uint8 on the CPU. If it is pinned, the copy is asynchronous.
+    """
+    # torch copies wide elements a quarter faster than bytes.
     word = next(dtype for dtype in _WORDS if (span.start | span.num_bytes) % dtype.itemsize == 0)
     source = torch.empty(0, dtype=word, device=span.device)
     place = span.start // word.itemsize

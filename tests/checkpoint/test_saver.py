@@ -223,7 +223,7 @@ def test_on_full_raise_raises_if_the_queue_is_full(tmp_path: Path, gate: Gate) -
             saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt", weights_only=False)
         with pytest.raises(
             QueueFullError,
-            match=r"3.pt' is not saved: the queue is full with 2 waiting checkpoints",
+            match=r"3.pt' is not saved: 2 checkpoints are already waiting in the queue",
         ):
             saver.save_async(gate.state_of(3), tmp_path / "3.pt", weights_only=False)
         gate.open.set()
