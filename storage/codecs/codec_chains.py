@@ -74,6 +74,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "shuffle": SHUFFLES,
     "packer": tuple(PACKERS),
 }
+_KIND_OF_STAGE = {stage: kind for kind, stages in STAGES.items() for stage in stages}
 AUTO = "auto"
 #: First byte of a chunk with plain values, and of a chunk with encoded values.
 _PLAIN, _PACKED = 0, 1
@@ -356,31 +357,31 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
             return ChunkCodec(name, video=coder)
     parts: dict[str, Any] = {}
     previous = value_codec
-    kinds = list(STAGES)[bool(value_codec) :]
+    # A value codec replaces the quantizer, the first kind.
+    next_kinds = list(STAGES)[bool(value_codec) :]
     for stage in stages:
         match = _QUANTIZER.fullmatch(stage)
-        kind = next(
-            (kind for kind in STAGES if stage in STAGES[kind] or (match and kind == "quantizer")),
-            "",
-        )
-        if not kind and not (previous and stage in (*VALUE_CODECS, AUTO)):
+        kind = "quantizer" if match else _KIND_OF_STAGE.get(stage, "")
+        is_known = kind or stage in (*VALUE_CODECS, AUTO)
+        # Without a previous stage, the error about the order could not name it.
+        if not is_known or not (kind or previous):
             raise UsageError(
                 f"codec {name!r} has the unknown stage {stage!r}. The stages are "
                 f"{nearest(stage, CODEC_WORDS)}."
             )
-        if kind not in kinds:
+        if kind not in next_kinds:
             raise UsageError(
                 f"codec {name!r} has {stage!r} after {previous!r}. The order of stages is "
                 f"{'+'.join(STAGES)}, each at most once."
             )
-        kinds = kinds[kinds.index(kind) + 1 :]
+        next_kinds = next_kinds[next_kinds.index(kind) + 1 :]
         previous = stage
         parts[kind] = _linear(name, match) if match else stage
     codec = ChunkCodec("+".join(stages) or "raw", **parts)
     if codec.packer_shuffles and codec.shuffle == "split":
         raise UsageError(
-            f"codec {name!r} has 'split' before blosc2. Choose 'shuffle', 'bitshuffle' or no "
-            "shuffle."
+            f"codec {name!r} has 'split' before blosc2, which does not support it. Choose "
+            "'shuffle', 'bitshuffle' or no shuffle."
         )
     return codec
 

@@ -245,7 +245,8 @@ def decompress_many(
 
     Raises:
         SchemaError, CorruptFileError: As in `decompress_image_seq`.
-        UsageError: As in `decompress_image_seq`, or `batch_size` or `indices` has not B entries.
+        UsageError: As in `decompress_image_seq`, or `batch_size` or `indices` have other than B
+            entries.
     """
     instance("blobs", blobs, "a list of bytes", Sequence)
     size_or_sizes: Any = batch_size

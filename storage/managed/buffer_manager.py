@@ -286,7 +286,7 @@ class BufferManager(Store):
             buffer.clear()
 
     def start(self) -> None:
-        """Do nothing, because there are no threads. Programs may start all objects alike."""
+        """Do nothing, because there are no threads. Code may call `start` on all its objects."""
 
     def run(self) -> None:
         """Do nothing; see `start`."""

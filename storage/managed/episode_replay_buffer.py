@@ -102,17 +102,20 @@ class EpisodeReplayBuffer(ManagedBuffer):
         with self._lock:
             self._check_open(is_push=False)
             lengths = np.array(self.episode_len, np.int64)
-            ends = np.maximum(lengths - length + 1, 0).cumsum()
+            # Windows are numbered consecutively, first those of the oldest episode.
+            num_windows_of = np.maximum(lengths - length + 1, 0)
+            ends = num_windows_of.cumsum()
             if not len(ends) or not ends[-1]:
                 raise UsageError(
                     f"the longest episode of {self.name!r} has {lengths.max(initial=0)} steps, too "
                     f"few for windows of {length}. Sample shorter windows, or add longer episodes."
                 )
-            number = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
-            episode = ends.searchsorted(number, side="right")
-            starts = np.array([live.first for live in self._episodes], np.int64)
-            first = starts[episode] + number - np.concatenate([[0], ends])[episode]
-            rows = torch.from_numpy(first[:, None] + np.arange(length)).to(self.device).flatten()
+            window = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
+            episode = ends.searchsorted(window, side="right")
+            window_in_episode = window - (ends - num_windows_of)[episode]
+            first_rows = np.array([live.first for live in self._episodes], np.int64)
+            starts = first_rows[episode] + window_in_episode
+            rows = torch.from_numpy(starts[:, None] + np.arange(length)).to(self.device).flatten()
             columns = self._store.columns(self._store.ring.slot(rows), self.output_device)
         return unflatten(
             {

@@ -221,7 +221,7 @@ class ManagedBuffer(Store):
                 self.rate_limiter.reset()
 
     def start(self) -> None:
-        """Do nothing, because buffers have no threads. Programs may start all objects alike."""
+        """Do nothing, because buffers have no threads. Code may call `start` on all its objects."""
 
     def close(self) -> None:
         """Release all items and wake waiting threads. Idempotent.

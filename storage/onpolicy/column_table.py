@@ -465,23 +465,33 @@ class SavedStates:
                 f"hidden_states have the structure {_layout_text(layout)}, expected "
                 f"{_layout_text(self.layout)}."
             )
-        for leaf, like in zip(leaves, [x[0] for x in stored] or leaves, strict=True):
-            is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
-            is_dense = (
-                leaf.layout is torch.strided and leaf.dtype in REAL_DTYPES and not leaf.is_meta
-            )
-            if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
-                dtype = name_of(like) if like.dtype in REAL_DTYPES else "real numbers"
-                shape = tuple(like.shape) if stored else f"(layers, {self._table.num_envs}, H)"
-                is_plain = leaf.layout is torch.strided and not leaf.is_meta
-                form = "" if is_plain else f" ({leaf.layout} on {leaf.device})"
-                raise SchemaError(
-                    f"a tensor of hidden_states is {name_of(leaf)} of shape "
-                    f"{tuple(leaf.shape)}{form}, expected {dtype} of shape {shape}."
-                )
+        for place, leaf in enumerate(leaves):
+            self._check_leaf(leaf, stored[place][0] if stored else None)
         if leaves:
             self.layout = layout
-        return {f"{_COLUMN}/{i}": leaf for i, leaf in enumerate(leaves)}
+        return {f"{_COLUMN}/{place}": leaf for place, leaf in enumerate(leaves)}
+
+    def _check_leaf(self, leaf: torch.Tensor, stored: torch.Tensor | None) -> None:
+        """Raise `SchemaError` unless a leaf is `[layers, B, *H]`, in the form of `stored`.
+
+        `stored` is the same leaf of an earlier step, with the expected shape and dtype. It is None
+        at the first step with states.
+        """
+        is_dense = leaf.layout is torch.strided and not leaf.is_meta
+        has_envs = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
+        is_equal = stored is None or (leaf.shape == stored.shape and leaf.dtype == stored.dtype)
+        if is_dense and has_envs and is_equal and leaf.dtype in REAL_DTYPES:
+            return
+        if stored is not None:
+            expected = f"{name_of(stored)} of shape {tuple(stored.shape)}"
+        else:
+            dtype = name_of(leaf) if leaf.dtype in REAL_DTYPES else "real numbers"
+            expected = f"{dtype} of shape (layers, {self._table.num_envs}, H)"
+        form = "" if is_dense else f" ({leaf.layout} on {leaf.device})"
+        raise SchemaError(
+            f"a tensor of hidden_states is {name_of(leaf)} of shape {tuple(leaf.shape)}{form}, "
+            f"expected {expected}."
+        )
 
     def check_loaded(
         self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int

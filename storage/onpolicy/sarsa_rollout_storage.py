@@ -380,36 +380,36 @@ class SarsaRolloutStorage(RolloutStorage):
     ) -> None:
         """Raise `SchemaError` if the saved final observations do not fit this storage."""
         num_steps = self.num_transitions_per_env
-        if (
-            not isinstance(has_next, list)
-            or len(has_next) > num_steps
-            or {*map(type, has_next)} - {bool}
-        ):
+        are_bools = isinstance(has_next, list) and all(type(x) is bool for x in has_next)
+        if not are_bools or len(has_next) > num_steps:
             raise SchemaError(
                 f"'has_next' of the state must be a list of at most {num_steps} bools, got "
                 f"{has_next!r}."
             )
-        if not isinstance(finals, list) or not all(
+        are_steps = isinstance(finals, list) and all(
             type(x) is int and 0 <= x < num_steps for x in finals
-        ):
+        )
+        if not are_steps:
             raise SchemaError(
                 "'finals' of the state must list the steps with final observations, integers in "
                 f"0:{num_steps}, got {finals!r}."
             )
-        expected = dict[str, tuple[tuple[int, ...], Field]]()
-        indices = {}
+        fields = [self._table.schema[name] for name in self._all_observations]
+        envs_of_steps: dict[str, torch.Tensor] = {}
+        observations: dict[str, tuple[tuple[int, ...], Field]] = {}
         for step in finals:
-            envs = indices[f"{_FINALS}{step}/envs"] = tensors.get(
-                f"{_FINALS}{step}/envs", torch.empty(0)
-            )
+            name = f"{_FINALS}{step}/envs"
+            envs = tensors.get(name, torch.empty(0))
             is_index = envs.dtype is torch.int64 and envs.dim() == 1
             if not is_index or bool(((envs < 0) | (envs >= self.num_envs)).any()):
                 raise SchemaError(
-                    f"'{_FINALS}{step}/envs' of the state must be indices of envs, int64 of shape "
-                    f"(n,) in 0:{self.num_envs}, got {envs}."
+                    f"{name!r} of the state must be indices of envs, int64 of shape (n,) in "
+                    f"0:{self.num_envs}, got {envs}."
                 )
-            fields = [self._table.schema[name] for name in self._all_observations]
-            expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}
-        check_same_names({**expected, **indices}, tensors)
-        for name, (shape, field) in expected.items():
+            envs_of_steps[name] = envs
+            for field in fields:
+                shape = (len(envs), *field.shape)
+                observations[f"{_FINALS}{step}/of/{field.name}"] = (shape, field)
+        check_same_names({**observations, **envs_of_steps}, tensors)
+        for name, (shape, field) in observations.items():
             checked_tensor(tensors, name, field.torch_dtype, shape)

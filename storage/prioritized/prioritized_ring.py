@@ -388,18 +388,18 @@ class PrioritizedRing:
             not self._order.deferred.num_pending or self._num_unsent == _DRAWS_PER_REPORT
         ):
             self.send_draws()
-        if among is None:
-            if not (self._is_on_cpu or self.has_mass(None)):
-                return None
-            tree = self._weights
-        else:
+        tree = self._weights
+        least_weight: torch.Tensor | None = None
+        if among is not None:
             tree = SumTree(len(among), self.device)
             tree.rebuild(self._weights.read(among))
-        slot: torch.Tensor | None = None
-        if among is None and not self._is_on_cpu:
-            slot = self._least_weights[self._num_unsent]
+        elif not self._is_on_cpu:
+            if not self.has_mass(None):
+                return None
+            # The draw writes its least weight to the report, which shows draws without mass.
+            least_weight = self._least_weights[self._num_unsent]
             self._num_unsent += 1
-        drawn = tree.draw_weights(num_draws, generator, slot)
+        drawn = tree.draw_weights(num_draws, generator, least_weight)
         if drawn is None:
             return None
         places, weights, least = drawn
