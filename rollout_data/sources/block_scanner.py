@@ -133,7 +133,7 @@ class BlockScanner(Scanner):
             self._shared = index, memory
             stored, _ = shared_at(memory.spot if memory is not None else None)
             if stored is not None:
-                # This process also uses the shared arrays, so that its own copy is freed.
+                # The arrays of `index` are replaced by the shared ones, which frees its own copy.
                 vars(index).update({**vars(stored[1]), "blocks": index.blocks})
                 for folder in self._folders:
                     folder.built = None

@@ -253,7 +253,7 @@ class LiveSource(Origins):
         return losses
 
     def check_readable(self, snapshot: RowSource, trajectories: Int64s, skips: bool) -> None:
-        """Raise an error if no trajectory can be read.
+        """Check that at least one of these trajectories can be read.
 
         Trajectories are tried in order up to the first readable one; unreadable ones are marked.
 

@@ -42,7 +42,7 @@ from ..hdf5.hdf5_writer import (
 
 #: Maps field names, or their first parts, to the names of HDF5 groups or datasets of an episode.
 _GROUPS = {"observation": "observations", "action": "actions", "reward": "rewards"}
-#: Groups with T + 1 rows.
+#: Groups with T + 1 rows for T steps, because they include the final observation.
 _WITH_FINAL = ("observations", "infos")
 _FLAGS = ("terminations", "truncations")
 _METADATA = "data/metadata.json"

@@ -43,7 +43,7 @@ class RldsLeaf:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the field."""
+        """Dtype of the field: float64 and bfloat16 become float32."""
         return (
             _FLOATS.get(self.declared, self.declared) if self.kind == "numbers" else self.declared
         )

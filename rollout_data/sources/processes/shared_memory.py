@@ -37,18 +37,14 @@ class SharedMemory:
     """
 
     def __init__(self, sizes: Sequence[int] = (), spot: Spot | None = None) -> None:
-        name = "/proc/{}/fd/{}".format(*spot[:2]) if spot is not None else ""
-        # A spot from another machine may name any file here, and opening a pipe would block.
-        if name and _NAME not in os.readlink(name):
-            raise FileNotFoundError(f"{name} is another file")
-        self._file = os.open(name, os.O_RDWR) if name else os.memfd_create(_NAME)
+        self._file = os.memfd_create(_NAME) if spot is None else _open_spot(spot)
         weakref.finalize(self, os.close, self._file).atexit = False
         if spot is None:
             os.ftruncate(self._file, _ALIGNMENT + sum(size + _ALIGNMENT for size in sizes))
             os.pwrite(self._file, secrets.token_bytes(_TOKEN_BYTES), 0)
         token = os.pread(self._file, _TOKEN_BYTES, 0)
         if spot is not None and token != spot[2]:
-            raise FileNotFoundError(f"{name} is another file now")
+            raise FileNotFoundError(f"the file at {spot[:2]} is not the shared memory any more")
         self.spot: Spot = os.getpid(), self._file, token
         self._bytes = mmap.mmap(self._file, 0)
         self._used = _ALIGNMENT
@@ -58,6 +54,15 @@ class SharedMemory:
         first = self._used
         self._used = first + num_bytes - (first + num_bytes) % -_ALIGNMENT
         return np.frombuffer(self._bytes, np.uint8, num_bytes, first)
+
+
+def _open_spot(spot: Spot) -> int:
+    process, descriptor, _ = spot
+    name = f"/proc/{process}/fd/{descriptor}"
+    # A spot from another machine may name any file here, and opening a pipe would block.
+    if _NAME not in os.readlink(name):
+        raise FileNotFoundError(f"{name} is not shared memory")
+    return os.open(name, os.O_RDWR)
 
 
 def shared_memory(sizes: Sequence[int]) -> SharedMemory | None:

@@ -350,16 +350,15 @@ class ByteCounts:
             counts += np.bincount(shifted, minlength=256)
 
     def at(self, levels: Sequence[float]) -> Array:
-        upto = np.cumsum(self._counts, axis=1)
-        values = np.empty((len(levels), len(upto)))
-        for column, sums in enumerate(upto):
-            position = np.asarray(levels) * (sums[-1] - 1)
-            below, above = (
-                np.searchsorted(sums, end(position), side="right") for end in (np.floor, np.ceil)
-            )
-            values[:, column] = (
-                below + (above - below) * (position - np.floor(position)) + self._lowest
-            )
+        """Return the quantiles at these levels, interpolated linearly: `[num_levels, columns]`."""
+        num_upto = np.cumsum(self._counts, axis=1)
+        values = np.empty((len(levels), len(num_upto)))
+        for column, stops in enumerate(num_upto):
+            position = np.asarray(levels) * (stops[-1] - 1)
+            below = np.searchsorted(stops, np.floor(position), side="right")
+            above = np.searchsorted(stops, np.ceil(position), side="right")
+            share = position - np.floor(position)
+            values[:, column] = below + (above - below) * share + self._lowest
         return values
 
 
@@ -424,6 +423,7 @@ class QuantileSketch:
         self._next_offset.append(0)
 
     def at(self, levels: Sequence[float]) -> Array:
+        """Return the approximate quantiles at these levels: `[num_levels, columns]`."""
         parts = [(self._filling[: self._num_filled], 1)]
         parts += [(rows, 1 << level) for level, rows in enumerate(self._levels) if rows is not None]
         if not self._moved:

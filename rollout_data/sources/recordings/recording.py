@@ -343,20 +343,11 @@ class Recording(Sequence[Episode]):
             UsageError: The shares do not add up to 1, or the file defines no parts.
         """
         if parts is None:
-            if not self._source.splits:
-                raise UsageError(
-                    f"{str(self.path)!r} defines no parts. Pass shares such as "
-                    '{"train": 0.9, "val": 0.1}.'
-                )
-            selected = set(self.ids)
-            return {
-                name: self.select([episode for episode in map(str, ids) if episode in selected])
-                for name, ids in self._source.splits.items()
-            }
+            return self._defined_parts()
         instance("parts", parts, "a mapping of names to shares", Mapping)
         seed = checked_seed("seed", seed)
-        is_given = all(map(is_real, parts.values()))
-        shares = np.array([*parts.values()] if is_given else [], np.float64)
+        are_numbers = all(map(is_real, parts.values()))
+        shares = np.array([*parts.values()] if are_numbers else [], np.float64)
         if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
             raise UsageError(f"parts must have shares >= 0 that add up to 1, got {dict(parts)!r}.")
         keys = random_keys(
@@ -366,6 +357,19 @@ class Recording(Sequence[Episode]):
         stops = [share_of(len(self), *shares[:place]) for place in range(1, len(shares))]
         pieces = np.split(order, stops)
         return {name: self._of(np.sort(piece)) for name, piece in zip(parts, pieces, strict=True)}
+
+    def _defined_parts(self) -> dict[str, Recording]:
+        """Return the parts that the file defines, reduced to the episodes of this recording."""
+        if not self._source.splits:
+            raise UsageError(
+                f"{str(self.path)!r} defines no parts. Pass shares such as "
+                '{"train": 0.9, "val": 0.1}.'
+            )
+        selected = set(self.ids)
+        parts = {}
+        for name, ids in self._source.splits.items():
+            parts[name] = self.select([episode for episode in map(str, ids) if episode in selected])
+        return parts
 
     def statistics(
         self,

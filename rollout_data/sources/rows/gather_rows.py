@@ -20,7 +20,6 @@ from ...blocks.trajectory_index import Int64s, Runs, counted_from
 _BYTES_A_PIECE = 1100
 #: Cost of copying a piece row by row, as a multiple of the time of memcpy.
 _PATCH_COST = 2.2
-_NO_PIECES = np.zeros(0, np.int64)
 #: Buffers in which single rows are gathered before they are written to the output.
 _scratch = BufferPool(2)
 #: Maximum number of rows of a batch that is always copied row by row.
@@ -50,30 +49,44 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
             windows,
         )
         return
-    width = words.shape[1]
-    num_words = words.shape[0]
     num_windows = windows.shape[0]
-    size = length
-    starts = first
-    broken = _NO_PIECES
+    is_cpu = words.device.type == "cpu"
+    if is_cpu and len(first) == num_windows:  # Each window is one run.
+        _copy_pieces(words, first, length, windows)
+        return
     num_rows = num_windows * length
-    is_whole = len(first) == num_windows  # Each window is one run.
-    if words.device.type != "cpu" or (
-        not is_whole and (num_rows <= _FEW_ROWS or num_words < length)
-    ):
-        # A GPU gathers single rows as fast as larger pieces.
-        size = 1
-        starts = counted_from(first, runs.num_rows)
-    elif not is_whole:
-        size = _piece_size(runs.target, length, num_rows, 4 * width)
-        begin = -(-runs.target // size)  # First piece that starts in or after each run.
-        shift = first - runs.target  # Row in `words` minus row in `out`.
-        num_begun = np.concatenate((begin[1:], [num_rows // size])) - begin
-        starts = np.repeat(shift, num_begun) + np.arange(0, num_rows, size)
-        broken = np.unique(runs.target[runs.target % size != 0] // size)
-        starts[broken] = 0
+    # A GPU gathers single rows as fast as larger pieces.
+    if not is_cpu or num_rows <= _FEW_ROWS or words.shape[0] < length:
+        _copy_pieces(words, counted_from(first, runs.num_rows), 1, windows)
+        return
+
+    size = _piece_size(runs.target, length, num_rows, 4 * words.shape[1])
+    begin = -(-runs.target // size)  # First piece that starts in or after each run.
+    shift = first - runs.target  # Row in `words` minus row in `out`.
+    num_begun = np.concatenate((begin[1:], [num_rows // size])) - begin
+    starts = np.repeat(shift, num_begun) + np.arange(0, num_rows, size)
+    broken = np.unique(runs.target[runs.target % size != 0] // size)
+    starts[broken] = 0
+    _copy_pieces(words, starts, size, windows)
+    if len(broken):
+        place = (size * broken[:, None] + np.arange(size)).reshape(-1)
+        run = runs.target.searchsorted(place, side="right") - 1
+        _copy_rows(words, place + shift[run], place, windows)
+
+
+def _copy_pieces(words: torch.Tensor, starts: Int64s, size: int, windows: torch.Tensor) -> None:
+    """Copy all pieces of the windows, each from consecutive rows of `words`.
+
+    Args:
+        words: Source rows, int32 `[R, W]`.
+        starts: First row in `words` of each piece, int64, window after window.
+        size: Number of rows of a piece, a divisor of the length of a window.
+        windows: Output, int32 `[num_windows, length, W]` with any strides.
+    """
+    num_words, width = words.shape
     rows = torch.from_numpy(starts)
     if size == 1 and (by_time := windows.transpose(0, 1)).is_contiguous():
+        num_windows, length, _ = windows.shape
         rows = rows.view(num_windows, length).t().reshape(-1)
         windows = by_time
     rows = sent(rows, words.device)
@@ -82,13 +95,8 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         torch.index_select(pieces, 0, rows, out=windows.view(-1, size * width))
     else:
         pieces = words.as_strided((num_words - size + 1, size, width), (width, width, 1))
-        for part, some in enumerate(rows.view(num_windows, -1).unbind(1)):
+        for part, some in enumerate(rows.view(windows.shape[0], -1).unbind(1)):
             torch.index_select(pieces, 0, some, out=windows[:, part * size : (part + 1) * size])
-    if len(broken):
-        place = (size * broken[:, None] + np.arange(size)).reshape(-1)
-        _copy_rows(
-            words, place + shift[runs.target.searchsorted(place, side="right") - 1], place, windows
-        )
 
 
 def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ END_FLAGS = ("dones", "terminations", "truncations")
 def load_trajectory(
     path: Path, *, trusted: bool = False, is_mapped: bool = False
 ) -> Mapping[Any, Any]:
-    """Load a `pt` or `pkl` file.
+    """Load a trajectory from a file of `torch.save` or from a pickle.
 
     Args:
         path: The file. A file of `torch.save` has the suffix "pt"; every other file is a pickle.
