@@ -1,6 +1,7 @@
 """Parse the command line of `rollout-data`, run a command, and print its result or error.
 
-Only this file prints. A command's modules are imported when the command runs, so help is fast.
+The other modules of the command line print nothing. A module with commands is imported only when
+one of its commands runs, so that help texts appear without delay.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class Command:
     Attributes:
         summary: One sentence of help.
         example: Example call, without the name of the program.
-        arguments: Arguments of the command. A function that returns them is called when the command
-            runs, so that help needs no further imports. All commands also have `--json`.
-        path: Dotted name of the equivalent Python function in `rollout_data`; "" if it is the name
-            of the command.
-        module: Module of `tools.cli` with the function of the command. The function has the name
-            of the command, takes the parsed options, and returns an `Answer`.
+        arguments: Arguments of the command besides `--json`, which all commands have. It is a
+            function that returns the arguments if computing them imports other modules. The
+            function is called only if the command runs.
+        path: Name of the equivalent Python function, without "rollout_data."; "" if the function
+            has the same name as the command.
+        module: Module of `tools.cli` with the function that runs the command. The function has
+            the name of the command. It takes the parsed options and returns an `Answer`.
     """
 
     summary: str
@@ -72,12 +74,12 @@ _OWN: Arguments = {"data_dir": {"help": "a data folder"}}
 SELECT: Arguments = {
     "--select": _several(
         "WHICH",
-        "an episode's id, or a condition on a column of `ls --json`, such as success=true or "
-        "'length>20' (one of the ids, and all of the conditions)",
+        "an episode id, or a condition on a column of `ls --json`, such as success=true or "
+        "'length>20'; selects the episodes with one of the ids that meet all conditions",
     ),
 }
 _OPEN: Arguments = {
-    "--open": _several("NAME=VALUE", "an option of the format that is read: on_bad_index=rebuild"),
+    "--open": _several("NAME=VALUE", "an option for reading, such as on_bad_index=rebuild"),
 }
 
 
@@ -88,22 +90,22 @@ def _convert_arguments() -> Arguments:
     formats = ", ".join((OWN, *WRITERS, *EXPORTS))
     return {
         **_ANY,
-        "target": {"help": "the new file or folder, or that of a conversion that was stopped"},
-        "--to": {"default": OWN, "help": f"the format: {formats} (default: %(default)s)"},
+        "target": {"help": "the new file or folder, or the target of a stopped conversion"},
+        "--to": {"default": OWN, "help": f"the new format: {formats} (default: %(default)s)"},
         **SELECT,
         **_OPEN,
-        "--option": _several("NAME=VALUE", "an option of the format that is written"),
+        "--option": _several("NAME=VALUE", "an option for writing the new format, such as fps=20"),
     }
 
 
 _REPORT: Arguments = {
     **_ANY,
-    "--compare": {"metavar": "OTHER", "help": "another recording, set beside it"},
+    "--compare": {"metavar": "OTHER", "help": "a second recording to compare with the first one"},
     "--out": {
         "metavar": "FILE",
-        "help": "the page (default: named after the recording, as walk.html)",
+        "help": "path of the page (default: the name of the recording, such as walk.html)",
     },
-    "--absolute-paths": _flag("let texts name where the recording lies"),
+    "--absolute-paths": _flag("show the full path of the recording on the page"),
 }
 _PLAY: Arguments = {
     **_ANY,
@@ -111,31 +113,37 @@ _PLAY: Arguments = {
         "metavar": "ID",
         "help": "id of the episode, or its position, counted from 0 (default: the first)",
     },
-    "--field": _several("NAME", "a field, or the beginning of its name, with all its dimensions"),
+    "--field": _several("NAME", "a field, or a group of fields, to draw with all its dimensions"),
     "--gif": {
         "metavar": "FILE",
-        "help": "write the pictures of the field, or of the first field of pictures",
+        "help": "write the pictures of --field, or of the first field with pictures, as a GIF",
     },
-    "--mp4": {"metavar": "FILE", "help": "write the pictures as a video (extra video)"},
+    "--mp4": {
+        "metavar": "FILE",
+        "help": "write the same pictures as a video (needs the extra rollout-data[video])",
+    },
 }
 #: Arguments of `doctor`. `--list-rules` and `--explain` need no recording, so its path is optional.
 _DOCTOR: Arguments = {
     "data_dir": {"nargs": "?", "help": "a file or folder of any format"},
-    "--only": {"metavar": "CODES", "help": "run these rules only: VAL01,TIM,..."},
-    "--skip": {"metavar": "CODES", "help": "leave these rules out"},
-    "--set": _several("CODE.NAME=N", "change a threshold of a rule"),
+    "--only": {
+        "metavar": "CODES",
+        "help": "run only these rules or groups of rules, such as VAL01,TIM",
+    },
+    "--skip": {"metavar": "CODES", "help": "skip these rules or groups of rules"},
+    "--set": _several("CODE.NAME=N", "change a threshold of a rule, such as VAL05.ranges=100"),
     "--sample": {
         "type": int,
         "metavar": "N",
-        "help": "read the data of N episodes at most, evenly spread",
+        "help": "read the data of at most N evenly spaced episodes",
     },
     "--fail-on": {
         "choices": ("error", "warning", "info"),
         "default": "error",
-        "help": "exit with 1 if a finding is at least so severe (default: %(default)s)",
+        "help": "exit with 1 if a finding has this severity or a worse one (default: %(default)s)",
     },
-    "--list-rules": _flag("list the rules: code, severity, what is read, repair"),
-    "--explain": {"metavar": "CODES", "help": "explain rules, with their thresholds"},
+    "--list-rules": _flag("list the code, severity, input and repair of each rule"),
+    "--explain": {"metavar": "CODES", "help": "explain these rules and list their thresholds"},
 }
 _REPAIR_IN_PLACE = ", ".join(
     (
@@ -146,12 +154,12 @@ _REPAIR_IN_PLACE = ", ".join(
 )
 _PACK: Arguments = {
     **_OWN,
-    "out_dir": {"nargs": "?", "help": "a new folder for the result"},
-    "--in-place": _flag("replace the blocks of DATA_DIR"),
+    "out_dir": {"nargs": "?", "help": "a new folder for the packed dataset"},
+    "--in-place": _flag("replace the blocks of DATA_DIR instead of writing OUT_DIR"),
     "--block-mb": {
         "type": int,
         "default": 1024,
-        "help": "size of a block at most (default: %(default)s)",
+        "help": "maximum size of a block in MiB (default: %(default)s)",
     },
 }
 
@@ -161,18 +169,18 @@ def _prune_arguments() -> Arguments:
 
     limits = {}
     for name in LIMITS:
-        text = f"keep the newest N {name}, and trajectories in the same blocks"
+        text = f"keep the newest N {name}, and older trajectories in the same blocks"
         limits[f"--{name}"] = {"type": int, "metavar": "N", "help": text}
-    return {**_OWN, **limits, "--dry-run": _flag("print the files, and delete nothing")}
+    return {**_OWN, **limits, "--dry-run": _flag("print the files without deleting them")}
 
 
 #: Arguments shared by the commands `drop`, `keep` and `tag`.
 _EDIT: Arguments = {
     **_OWN,
-    "ids": {"nargs": "*", "metavar": "ID", "help": "ids as `ls` shows them"},
+    "ids": {"nargs": "*", "metavar": "ID", "help": "ids of trajectories, as `ls` shows them"},
     **SELECT,
-    "--undo": _flag("undo the command for these ids, or for all without one"),
-    "--dry-run": _flag("print the number of trajectories, and change nothing"),
+    "--undo": _flag("undo the command for the given ids, or for all trajectories without ids"),
+    "--dry-run": _flag("print the number of trajectories without changing them"),
 }
 #: Flags that change data, so they are never suggested for a misspelled flag.
 _CHANGING = {"--undo", "--repair", "--in-place", "--set"}
@@ -186,7 +194,8 @@ _SPLIT: Arguments = {
     "parts": {
         "nargs": "*",
         "metavar": "NAME=SHARE",
-        "help": "default: the parts that the file itself names",
+        "help": "a folder name and its share of the trajectories, such as val=0.1 "
+        "(default: the splits that the recording defines)",
     },
     **_TO,
     "--seed": {
@@ -201,11 +210,12 @@ _REPAIR: Arguments = {
     "--only": {
         "default": "",
         "metavar": "CODE,..",
-        "help": "repair these only, info too; default: all but info",
+        "help": "repair only findings of these rules, also those of severity info "
+        "(default: all findings except those of severity info)",
     },
-    "--dry-run": _flag("print the plan, and write nothing"),
+    "--dry-run": _flag("print the plan without writing anything"),
 }
-_URL = {"help": "a URL that fsspec knows, such as s3://bucket/walk"}
+_URL = {"help": "a URL that fsspec can open, such as s3://bucket/walk"}
 
 _edit = partial(Command, module="edit_commands")
 #: All commands by name, in the order of the help text.
@@ -239,13 +249,13 @@ COMMANDS: dict[str, Command] = {
         _convert_arguments,
     ),
     "verify": Command(
-        "Check every block with all its checksums; repair on request.",
+        "Check all checksums of every block; with --repair, move damaged files away.",
         "verify walk",
         {**_OWN, "--repair": _flag(_REPAIR_IN_PLACE)},
         "tools.edit.pack_folder.check_folder",
     ),
     "doctor": Command(
-        "Examine a recording of any format by all rules of DOCTOR.md; changes nothing.",
+        "Examine a recording of any format for defects, by the rules in DOCTOR.md.",
         "doctor walk --skip VAL03 --fail-on warning",
         _DOCTOR,
         module="doctor_command",
@@ -257,37 +267,37 @@ COMMANDS: dict[str, Command] = {
         "tools.edit.pack_folder.pack_dataset",
     ),
     "prune": Command(
-        "Delete the oldest blocks, down to a number of trajectories, frames or bytes.",
+        "Delete the oldest blocks, and keep a number of trajectories, frames or bytes.",
         "prune walk --trajectories 1000 --dry-run",
         _prune_arguments,
     ),
     "drop": _edit(
-        "Leave trajectories out, for every reader; no block is touched.",
+        "Drop trajectories, so that readers skip them; --undo restores them.",
         "drop walk --select success=false",
         _EDIT,
     ),
     "keep": _edit(
-        "Leave all other trajectories out, for every reader; no block is touched.",
+        "Drop all other trajectories, so that readers skip them; --undo restores them.",
         "keep walk --select 'return>100'",
         _EDIT,
     ),
     "tag": _edit(
-        "Record the task, the success or other facts of trajectories.",
+        "Add metadata to trajectories, such as the task or the success.",
         "tag walk --select 'length<20' --set success=false --set reviewer=ada",
-        {**_EDIT, "--set": _several("NAME=VALUE", "a fact, as JSON or text")},
+        {**_EDIT, "--set": _several("NAME=VALUE", "a metadata entry; VALUE is JSON or text")},
     ),
     "merge": _edit(
-        "Merge recordings of equal fields into a new folder, with hard links where possible.",
+        "Merge recordings with the same fields into a new folder, by hard links if possible.",
         "merge walk run --to both",
         _MERGE,
     ),
     "split": _edit(
-        "Split a recording into folders, with hard links where possible.",
+        "Split a recording into several folders, by hard links if possible.",
         "split walk train=0.9 val=0.1 --to walk_parts",
         _SPLIT,
     ),
     "repair": _edit(
-        "Repair the findings of `doctor` in a new folder; no measured value changes.",
+        "Repair the findings of `doctor` in a new folder, without changing measured values.",
         "repair walk --to walk_mended --dry-run",
         _REPAIR,
     ),
@@ -323,13 +333,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, (RolloutDataError, OSError)):
             raise
-        # `str(error)` also names the Python function that the user called. `prog` replaces it.
+        # `str(error)` begins with a Python function. The user called the command `prog` instead.
         text = error.message if isinstance(error, RolloutDataError) else str(error)
         code = _print_error(prog, text, 2 if isinstance(error, UsageError) else 1)
     with suppress(OSError):
         try:
             sys.stdout.flush()
-        except OSError:  # Avoids a second error message at exit.
+        except OSError:
+            # Closed here, so that Python does not print a second error when it flushes at exit.
             sys.stdout.close()
     return code
 
@@ -381,7 +392,7 @@ def _parser(command: Command, prog: str) -> argparse.ArgumentParser:
         description=command.summary,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # Typing errors must not select a flag.
+        allow_abbrev=False,  # A misspelled flag must not select another flag.
     )
     arguments = command.arguments
     if callable(arguments):

@@ -1,7 +1,7 @@
-"""Functions of most commands. Each calls the library with parsed options.
+"""Functions that run the commands, except `doctor` and the commands that edit recordings.
 
-A function has the name of its command in `command_line.COMMANDS`. `edit_commands.py` has the
-commands that edit, and `doctor_command.py` has `doctor`.
+A function has the name of its command in `command_line.COMMANDS`. It calls the library with the
+parsed options. `doctor_command.py` and `edit_commands.py` have the functions of the other commands.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _RATE_HZ = 20.0
 
 
 class Answer(NamedTuple):
-    """Result of a command.
+    """Result of a command, which `command_line.py` prints.
 
     Attributes:
-        about: JSON values to print with `--json`.
-        lines: Lines of text to print without `--json`.
+        about: Result as JSON values, which are printed with `--json`.
+        lines: Result as lines of text, which are printed without `--json`.
         code: Exit code: 0 without problems, 1 if the data have problems.
     """
 
@@ -68,7 +68,10 @@ def ls(options: argparse.Namespace) -> Answer:
 
 
 def _listed(paths: Sequence[Path]) -> Answer:
-    """Return a table of recordings as an answer, with exit code 1 if one cannot be opened."""
+    """Build the answer for a folder of several recordings: a table with one row per recording.
+
+    The exit code is 1 if a recording cannot be opened.
+    """
     rows = recording_rows(paths)
     has_errors = any(row["error"] for row in rows)
     return Answer(rows, rows_as_text(rows), int(has_errors))
@@ -146,13 +149,14 @@ def report(options: argparse.Namespace) -> Answer:
 
 
 def _several_recordings(options: argparse.Namespace, recordings: Sequence[Path]) -> Answer:
-    """List the recordings in a folder, because `report` accepts only one recording.
+    """Build the answer of `report` for a folder of several recordings: a table of them.
 
-    The exit code is 2 with `--out` or `--compare`, since no page is written.
+    `report` writes a page about a single recording only. With `--out` or `--compare`, the user
+    expects a page, so the exit code is 2.
     """
     answer = _listed(recordings)
-    holds = f"{options.data_dir} holds several recordings"
-    lines = [*answer.lines, f"{holds}: no page was written; name one of them"]
+    reason = f"{options.data_dir} contains several recordings"
+    lines = [*answer.lines, f"{reason}: no page was written; name one of them"]
     wants_page = options.out is not None or options.compare is not None
     return Answer(answer.about, lines, 2 if wants_page else answer.code)
 

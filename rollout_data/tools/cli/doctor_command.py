@@ -63,7 +63,7 @@ def _examine_several(
     def counts(path: Path) -> dict[str, int | None]:
         try:
             diagnosis = examination.doctor(path, **chosen, progress=options.progress)
-        except (RolloutDataError, OSError):  # The row of the recording has the error.
+        except (RolloutDataError, OSError):  # The table shows the error in the row of this path.
             codes.append(1)
             return dict.fromkeys(columns)
         codes.append(1 if diagnosis.at_least(options.fail_on) else 0)
@@ -71,7 +71,7 @@ def _examine_several(
         return dict(zip(columns, numbers, strict=True))
 
     rows = recording_rows(paths, counts)
-    line = "'rollout-data doctor PATH' of one of them names its findings"
+    line = "run 'rollout-data doctor PATH' for one recording to see its findings"
     return Answer(rows, [*rows_as_text(rows), line], max(codes))
 
 
@@ -94,9 +94,9 @@ def _rule_line(rule: Rule) -> str:
 def _explained(rules: Sequence[Rule]) -> Iterator[str]:
     needs = {"M": "metadata", "T": "tables of episodes", "D": "data", "G": "pictures"}
     repair = {
-        "K": "leaves the trajectories out",
-        "N": "splits them, or leaves out rows or fields",
-        "S": "recomputes what is stored",
+        "K": "removes the trajectories",
+        "N": "splits the trajectories, or removes rows or fields",
+        "S": "recomputes metadata or sums",
         "-": "none",
     }
     for rule in rules:

@@ -22,7 +22,11 @@ def keep(options: argparse.Namespace) -> Answer:
 
 
 def _leave_out(options: argparse.Namespace, call: Callable[..., int]) -> Answer:
-    """Drop trajectories by `call` (`edits.drop` or `edits.keep`); restore them with `--undo`."""
+    """Run `drop` or `keep`.
+
+    With `--undo`, the chosen trajectories are restored instead. `call` is the function of the
+    library: `edits.drop` or `edits.keep`.
+    """
     ids = _chosen_ids(options)
     if options.undo:
         count = edits.undrop(options.data_dir, ids, dry_run=options.dry_run)
@@ -134,12 +138,12 @@ def _action_line(action: repair_recording.Action) -> str:
 
 
 def _chosen_ids(options: argparse.Namespace) -> list[str] | None:
-    """Return the ids of the chosen trajectories; None for all, which only `--undo` allows.
+    """Return the ids of the trajectories that the arguments and `--select` choose.
 
-    The arguments name ids, and `--select` has ids and conditions.
+    None means all trajectories. Only `--undo` may apply to all of them.
 
     Raises:
-        UsageError: The call has neither ids nor `--select`, and no `--undo`.
+        UsageError: The command line has neither ids nor `--select` nor `--undo`.
     """
     ids: list[str] = options.ids
     if not ids and not options.select:

@@ -1,6 +1,6 @@
 """Write the images of an episode as a GIF or a video.
 
-To limit memory, images for a video are read in parts of at most 16 MiB.
+To limit memory, images are read in parts: several successive frames of at most 16 MiB.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def save_mp4(
     """Write the images of an episode as an H.264 video. Returns the number of frames.
 
     Args:
-        episode: Episode with pictures `[H, W]`, `[H, W, C]` or `[C, H, W]`. Other dtypes than uint8
-            are scaled from [0, 1], or from the minimum and the maximum of the episode.
+        episode: Episode with images `[H, W]`, `[H, W, C]` or `[C, H, W]`. Images that are not
+            uint8 are scaled from [0, 1], or from the minimum and the maximum of the episode.
         path: Path of the new file. An existing file is replaced.
-        field: Name of the picture field; None means the first picture field.
+        field: Name of the image field; None means the first image field.
         rate_hz: Frames per second.
         progress: Show a progress bar.
 
     Raises:
-        UsageError: The episode has no such picture field, or a package is missing.
+        UsageError: The episode has no such image field, or a package is missing.
     """
     name = _picture_field(episode, field)
     parts = map(_with_even_sides, _pictures(episode, name, 1, progress))
@@ -66,9 +66,9 @@ def save_gif(
     rate_hz: float = 20.0,
     progress: bool = False,
 ) -> int:
-    """Write the images of an episode as a GIF. Returns the number of frames.
+    """Write the images of an episode as a GIF. Returns the number of written frames.
 
-    Of a long episode, only every n-th frame is written, at a lower rate. Arguments and
+    Of a long episode, only every n-th frame is written, and shown n times as long. Arguments and
     errors are those of `save_mp4`.
     """
     image_module = optional("PIL.Image", "pillow", "formats", "pictures")
@@ -91,10 +91,10 @@ def save_gif(
 
 
 def _picture_field(episode: Episode, field: str | None) -> str:
-    """Return `field` after checking that it has images, or the first field with images.
+    """Return the name of the field to write: `field`, or the first image field if it is None.
 
     Raises:
-        UsageError: The episode has no such picture field.
+        UsageError: The episode has no image field, or `field` is not one of them.
     """
     names = [name for name, declared in episode.schema.items() if axes_of(declared.shape)]
     if not names or (field is not None and field not in names):
@@ -108,7 +108,10 @@ def _picture_field(episode: Episode, field: str | None) -> str:
 
 
 def _pictures(episode: Episode, name: str, step: int, progress: bool) -> Iterator[Array]:
-    """Yield every `step`-th image of a field in parts, uint8 `[n, H, W, 3]`."""
+    """Yield every `step`-th image of a field as RGB, several images at a time.
+
+    Each item is uint8 `[n, H, W, 3]`.
+    """
     field = episode.schema[name]
     picture_bytes = math.prod(field.shape) * 8
     size = step * max(1, _PART_BYTES // (picture_bytes * step))
@@ -130,7 +133,11 @@ def _range_of(
     name: str,
     parts: list[tuple[int, int]],
 ) -> tuple[float, float]:
-    """Return (0, 1) if all values of a field are in [0, 1], else its minimum and maximum."""
+    """Return the values that become black and white in the images of a field.
+
+    They are (0, 1) if all values are in [0, 1], otherwise the minimum and the maximum. `parts` has
+    the ranges of frames (start, stop) to read at a time.
+    """
     minima = []
     maxima = []
     for start, stop in parts:

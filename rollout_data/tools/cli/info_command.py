@@ -1,6 +1,6 @@
 """Describe a recording and list its episodes, as a dict or as text.
 
-Of the episodes, only metadata and rewards are read.
+Only the metadata and the rewards of episodes are read, so large recordings are described fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _MAX_TEXT = 80
 def describe(data_dir: str) -> dict[str, Any]:
     """Return the counts, fields, metadata and problems of a recording of any format.
 
-    For a folder of block files, the result also has the number of blocks and compressed sizes.
+    For a folder of block files, the result also has the number and the size of the blocks, and the
+    compression of each field.
     """
     origin = origins_of(data_dir)[0]
     if is_block_folder(origin):
@@ -67,7 +68,10 @@ def _describe_recording(data_dir: str) -> dict[str, Any]:
 
 
 def listing(source: DataDir) -> list[dict[str, Any]]:
-    """Return one dict per episode of a path or `Recording`. Unknown values are None."""
+    """Return the metadata of each episode as a dict, such as its id, length and return.
+
+    `source` is a path or a `Recording`. Unknown values are None.
+    """
     recording = source if isinstance(source, Recording) else open_recording(source)
     table = recording.table
     success = {1: True, 0: False}
@@ -133,7 +137,10 @@ def _describe_blocks(data_dir: str) -> dict[str, Any]:
 
 
 def _coded_fields(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Return codecs, bytes and largest error of each field that is stored with a codec."""
+    """Return facts about each field that is stored with a codec, over the blocks at `paths`.
+
+    They are the names of its codecs, its bytes with and without codec, and its largest error.
+    """
     fields: dict[str, dict[str, Any]] = {}
     for path in paths:
         header = read_header(path)
@@ -225,7 +232,7 @@ def _codec_text(codec: str, coded: Mapping[str, Any] | None) -> str:
 
 
 def strict_json(about: Any) -> str:
-    """Convert a value to JSON text. NaN and infinities become null, since JSON has neither."""
+    """Convert a value to JSON text. NaN and infinities become null, because JSON cannot express them."""
     text = json.dumps(_strict(about), indent=2, default=str, allow_nan=False)
     return text.replace("\x7f", "\\u007f")
 

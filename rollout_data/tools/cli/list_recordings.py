@@ -42,7 +42,8 @@ def recording_rows(
 
     Args:
         paths: Paths of the recordings.
-        more: Function that returns additional columns for the path of a recording.
+        more: Function that takes the path of a recording and returns additional columns of its
+            row.
     """
     rows = []
     for path in paths:

@@ -1,6 +1,7 @@
 """Draw an episode as text: one line of bar characters per dimension of its fields.
 
-To limit memory, fields are read in parts of at most 64 MiB.
+Such a line is called a curve. The episode is divided into as many parts of successive frames as
+the curve has values. To limit memory, at most 64 MiB of a field are read at a time.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def describe_episode(
         source: A path of any format, or a `Recording`.
         episode: As in `chosen_episode`.
         fields: Names of fields or groups of fields. Without names, the first 12 dimensions of every
-            field are returned. An image field has one curve with the mean of each image.
+            field are returned. An image field has one curve, with the mean of the first image of
+            each part.
         num_values: Maximum number of values of a curve. The episode is divided into as many parts.
             The value of a part is its minimum or its maximum, whichever is further from the mean of
             the curve. It is NaN if the part has NaN or infinite values.
@@ -127,10 +129,13 @@ def describe_episode(
 
 
 def _chosen_fields(episode: Episode, prefixes: Sequence[str]) -> list[str]:
-    """Return the numeric fields at or below the names in `prefixes`; all fields without names.
+    """Return the numeric fields that have a name in `prefixes`, or are in a group of this name.
+
+    The field "observation/depth" is in the group "observation". All fields are returned if
+    `prefixes` is empty.
 
     Raises:
-        UsageError: No field is at or below a name.
+        UsageError: A name in `prefixes` is neither a field nor a group.
     """
     if not prefixes:
         return list(episode.schema)
@@ -154,7 +159,10 @@ def _curves(
     num_values: int,
     max_dimensions: int | None,
 ) -> list[dict[str, Any]]:
-    """Return the curves of a field, at most `max_dimensions` unless it is None."""
+    """Return the curves of a field, one for each of its first `max_dimensions` dimensions.
+
+    None means all dimensions. An image field has a single curve.
+    """
     shape = episode.schema[name].shape
     bounds = _bounds(episode.length, num_values)
     if 0 in shape:
@@ -176,7 +184,7 @@ def _curves(
 
 
 def _picture_means(episode: Episode, name: str, frames: Sequence[int]) -> Array:
-    """Return the mean of the image in each of `frames`: float64 `[len(frames), 1]`."""
+    """Return the mean value of each image at the indices `frames`: float64 `[len(frames), 1]`."""
     means = []
     for frame in frames:
         picture = episode.read(name, frame, frame + 1)
@@ -195,8 +203,8 @@ def _part_extremes(
     Both are NaN for a part with NaN or infinite values.
 
     Args:
-        episode: The episode.
-        name: A numeric field.
+        episode: Episode to read.
+        name: Name of a numeric field.
         bounds: First frame of each part, then the end of the last part, int64 `[parts + 1]`.
         max_dimensions: Maximum number of dimensions; None means all.
     """
@@ -217,14 +225,18 @@ def _part_extremes(
 
 
 def _bounds(length: int, num_parts: int) -> Array:
-    """Divide `length` frames into at most `num_parts` parts. Returns the bounds of the parts."""
+    """Divide `length` frames into at most `num_parts` parts of about the same length.
+
+    Returns the first frame of each part, then `length`: int64 `[parts + 1]`.
+    """
     return np.unique(np.linspace(0, length, min(length, num_parts) + 1).astype(np.int64))
 
 
 def _furthest(minima: Array, maxima: Array) -> list[dict[str, Any]]:
-    """Build a curve per dimension, with one value per part: the more extreme of low and high.
+    """Build a curve per dimension from the minimum and the maximum of each part of an episode.
 
-    The value is the minimum or the maximum, whichever is further from the mean of the curve.
+    The value of a part in the curve is its minimum or its maximum, whichever is further from the
+    mean of the curve. So the curve shows short peaks.
 
     Args:
         minima: Minimum of each part, `[parts, dimensions]`.
@@ -283,7 +295,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def _bars(curve: dict[str, Any], num_bars: int, bars: str) -> str:
-    """Convert a curve to a line of at most `num_bars` bar characters."""
+    """Convert a curve to a line of at most `num_bars` bar characters, chosen from `bars`."""
     values = np.array(curve["values"], np.float64)[:, None]
     starts = _bounds(len(values), num_bars)[:-1]
     minima = np.minimum.reduceat(values, starts)

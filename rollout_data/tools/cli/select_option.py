@@ -16,7 +16,8 @@ from storage.errors import UsageError
 from ...sources.episode_table import COLUMNS
 from ...sources.recordings.recording import Recording
 
-#: Function of each sign. Its first argument is the value in the condition, so "<" is `gt`.
+#: Function of each sign. It takes the value in the condition, then the value of an episode. So the
+#: condition `length<20` calls `gt(20, length)`.
 _SIGNS = {
     "==": operator.eq, "!=": operator.ne, "<=": operator.ge, ">=": operator.le,
     "=": operator.eq, "<": operator.gt, ">": operator.lt,
@@ -29,13 +30,15 @@ _NUMBERS = ("env", "length", "return")
 
 
 def selected(recording: Recording, which: Sequence[str]) -> Recording:
-    """Return the episodes that have one of the ids in `which` and meet all its conditions.
+    """Return the selection of the episodes that `--select` chooses.
+
+    An episode is chosen if it has one of the ids and meets all conditions.
 
     Args:
         recording: Recording to select from.
-        which: Ids, and conditions on columns of `Recording.table`: `success=true`, `length>20`,
-            `task!=pick`. The signs are =, ==, !=, <, <=, > and >=. Without ids, the conditions
-            apply to all episodes.
+        which: Values of `--select`: ids, and conditions on columns of `Recording.table`, such as
+            `success=true`, `length>20` or `task!=pick`. The signs are =, ==, !=, <, <=, > and >=.
+            Without ids, the conditions apply to all episodes.
 
     Raises:
         UsageError: An id or column does not exist, or a value does not fit its column.
@@ -60,10 +63,10 @@ def selected(recording: Recording, which: Sequence[str]) -> Recording:
 
 
 def _column_value(name: str, text: str) -> Any:
-    """Parse the value that a condition compares a column with.
+    """Parse the right side of a condition, such as "20" in `length>20`, as a value of its column.
 
     Raises:
-        UsageError: The text is not a value of the column.
+        UsageError: The text is not a possible value of the column.
     """
     if name not in COLUMNS:
         return text  # `Recording.filter` raises the error, with a list of columns.
@@ -80,6 +83,7 @@ def _column_value(name: str, text: str) -> Any:
             "success": "true, false or unknown",
             "time": "a time such as 2026-05-01T12:00",
         }
+        expected = examples.get(name, "a number")
         raise UsageError(
-            f"--select {name} must be compared with {examples.get(name, 'a number')}, got {text!r}."
+            f"in --select, {name} must be compared with {expected}, got {text!r}."
         ) from cause
