@@ -1,4 +1,8 @@
-"""Build new blocks from fragments of other blocks, by copying encoded rows without decoding."""
+"""Build new blocks from fragments of other blocks, by copying encoded rows without decoding.
+
+A fragment has the rows of a trajectory in one block. In this module, a part of a trajectory is a
+`CopiedFragment`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ class CopiedFragment(NamedTuple):
 
     Attributes:
         header: Header of the existing block, which contains the rows of the fragment.
-        fragment: Entry of the fragment for the table of the new block, `FRAGMENT_DTYPE`.
+        fragment: Entry for the table of fragments in the new block, `FRAGMENT_DTYPE`.
         reward_sum: Sum of the rewards of the fragment.
     """
 
@@ -60,7 +64,8 @@ class CopiedFragment(NamedTuple):
     reward_sum: np.ndarray
 
 
-#: Annotations of a block by kind (`EPISODES`, `TEXTS`), each as (key, UTF-8 bytes).
+#: Annotations of a block, as pairs (key, UTF-8 bytes). They are grouped by kind: `EPISODES` has the
+#: metadata of trajectories, and `TEXTS` has the texts in rows.
 Notes = dict[str, list[tuple[int, bytes]]]
 
 
@@ -71,12 +76,12 @@ def parts_of(header: BlockHeader) -> list[CopiedFragment]:
 
 
 def intact_part(path: Path) -> tuple[BlockContent | None, int]:
-    """Read the trajectories and annotations of a damaged block that are intact.
+    """Build a block with the intact trajectories and annotations of a damaged block.
 
     Returns:
-        Content of a new block, and the number of damaged trajectories. The result is (None, 0) if
-        the header is damaged, or if the block is intact but does not belong in its folder, because
-        it has other fields or is a second copy.
+        The content of the new block, and the number of damaged trajectories. The content is None
+        if no new block is needed. Either the header is unreadable, so that nothing can be kept, or
+        the block is intact, and was reported because it has other fields or is a second copy.
     """
     try:
         header = read_header(path)
@@ -90,7 +95,8 @@ def intact_part(path: Path) -> tuple[BlockContent | None, int]:
 
     damaged_trajectories = set(header.fragments["trajectory"][damaged].tolist())
     parts: list[CopiedFragment] = []
-    # An empty fragment drops a damaged trajectory, so that its parts in other blocks are ignored.
+    # The new block also drops each damaged trajectory, so that readers ignore its parts in other
+    # blocks.
     tombstones: dict[int, CopiedFragment] = {}
     for part in parts_of(header):
         number = int(part.fragment["trajectory"])
@@ -107,7 +113,7 @@ def intact_part(path: Path) -> tuple[BlockContent | None, int]:
 
 
 def _tombstone(part: CopiedFragment) -> CopiedFragment:
-    """Return an empty fragment with the flag `DROPPED`, so that readers skip its trajectory."""
+    """Return a fragment without rows that drops the trajectory of `part` by the flag `DROPPED`."""
     fragment = part.fragment.copy()
     fragment["flags"] = DROPPED
     fragment["length"] = 0
@@ -133,7 +139,14 @@ def rebuilt(
     sequence: int,
     codecs: dict[str, str],
 ) -> BlockContent:
-    """Return the content of a block that consists of the fragments `parts`, with copied rows."""
+    """Build the content of a block from the fragments `parts`, whose rows are copied.
+
+    Args:
+        parts: Fragments in the order of the new block, all with the same fields.
+        writer: Name of the writer of the new block.
+        sequence: Sequence number of the new block.
+        codecs: Codec of each encoded field. Codecs of the first block that is written are added.
+    """
     errors: dict[str, float] = {}
     for part in parts:
         for name, coding in part.header.codings.items():
@@ -154,7 +167,7 @@ def rebuilt(
 
 
 def _headers_of(parts: Sequence[CopiedFragment]) -> list[BlockHeader]:
-    """Return the block headers of parts, without duplicates."""
+    """Return the headers of the blocks that contain `parts`, without duplicates."""
     return list({id(part.header): part.header for part in parts}.values())
 
 
@@ -163,7 +176,13 @@ def _episode_notes(
     number: int,
     edits: Mapping[str, BlockHeader],
 ) -> list[tuple[int, bytes]]:
-    """Return the annotations of a trajectory with its new number as key, oldest first."""
+    """Return the annotations of a trajectory, oldest first, as pairs (`number`, UTF-8 bytes).
+
+    Args:
+        parts: All fragments of the trajectory.
+        number: Number of the trajectory in the new blocks.
+        edits: Header of the edit block of each writer, by writer name.
+    """
     headers = _headers_of(parts)
     edit = edits.get(parts[0].header.writer)
     if edit is not None:
@@ -176,7 +195,10 @@ def _episode_notes(
 
 
 def _texts(parts: Sequence[CopiedFragment]) -> list[tuple[int, bytes]]:
-    """Return the texts in the blocks of `parts`, as pairs (key, UTF-8 bytes)."""
+    """Return the table of texts for a block with `parts`, as pairs (key, UTF-8 bytes).
+
+    A row of a text field stores only the key of its text.
+    """
     texts: dict[int, bytes] = {}
     for header in _headers_of(parts):
         for key, text in header.read_notes(TEXTS):
@@ -218,7 +240,7 @@ def write_packed(
         writer: A name that no writer in `target` has.
         block_bytes: Maximum bytes of a block. A block with one large trajectory may be larger.
         origins: Environment number and end time in ns of each trajectory, which replace the
-            recorded values. The creation time of each block is then its latest end time.
+            recorded values. With them, the creation time of a block is its latest end time.
         progress: Show a progress bar.
     """
     edits: dict[str, BlockHeader] = {}
@@ -248,7 +270,7 @@ def write_packed(
         num_frames += length
         num_frames_in_block += length
 
-    codecs: dict[str, str] = {}  # Filled by the first block, so that all blocks have the same.
+    codecs: dict[str, str] = {}  # Writing the first block adds its codecs. Later blocks use them.
     bar = tqdm(contents, desc="pack", unit=" blocks", disable=not progress)
     for sequence, parts in enumerate(bar):
         content = rebuilt(parts, writer, sequence, codecs)
@@ -267,7 +289,7 @@ def _renumber(parts: Sequence[CopiedFragment], number: int) -> None:
         part.fragment["flags"] &= ~np.uint32(TENTATIVE | FIRST)
     parts[0].fragment["flags"] |= FIRST
     last = parts[-1].fragment
-    if not last["flags"] & ENDS:  # Its writer died before the end.
+    if not last["flags"] & ENDS:  # The writer of the trajectory died before it ended.
         last["flags"] |= OPEN
 
 
@@ -278,7 +300,7 @@ def _replace_origin(parts: Sequence[CopiedFragment], env: int, end_time_ns: int)
 
 
 def _joined(fragments: np.ndarray, reward_sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Join adjacent fragments that have the same trajectory and policy version.
+    """Join successive fragments of the same trajectory and policy version to one fragment.
 
     Returns:
         The joined fragments, and their reward sums.

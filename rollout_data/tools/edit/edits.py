@@ -57,7 +57,7 @@ class Edits:
         dropped: Keys of the trajectories that readers skip.
         notes: Map from trajectory key to the annotations that `tag` has added.
         writers: Writers of all trajectories that were ever edited, even if the edit was undone.
-        created_ns: Creation time of the edit blocks in ns; None for the current time.
+        created_ns: Creation time of the new edit blocks in ns; None for the current time.
     """
 
     dropped: set[Key] = field(default_factory=set)
@@ -166,8 +166,8 @@ def tagged(
     reserved = sorted(notes.keys() & {ENDS, ABSENT})
     if not notes or reserved:
         if not notes:
-            raise UsageError("no facts are set. Pass names and values, such as success=False.")
-        raise UsageError(f"the names {reserved} are reserved. Choose other names.")
+            raise UsageError("no metadata are set. Pass names and values, such as success=False.")
+        raise UsageError(f"the names {reserved} are reserved for the library. Choose other names.")
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         chosen = _chosen(index, edits, ids)
@@ -212,7 +212,8 @@ def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the dropped trajectories and the tags of a folder.
 
     Returns:
-        "dropped" is a list of trajectory names. "said" maps trajectory names to their tags.
+        A dict of two entries. "dropped" is the list of the names of dropped trajectories. "said"
+        maps the name of each tagged trajectory to the metadata that `tag` has added.
     """
     edits = read_edits(_folder(path))
     return {
@@ -273,7 +274,7 @@ def publish_edits(folder: BlockFolder, edits: Edits) -> None:
 
 
 def write_part(path: Path, schema: Schema, writer: str, sequence: int, edits: Edits) -> None:
-    """Write the edits that concern one writer's trajectories as a block without frames."""
+    """Write the edits of the trajectories of one writer, as an edit block. It has no frames."""
     tables: dict[str, dict[str, ArrayRows]] = {}
     for table, layout in layouts_of(schema).items():
         tables[table] = {}
@@ -305,7 +306,10 @@ def write_part(path: Path, schema: Schema, writer: str, sequence: int, edits: Ed
 
 @contextmanager
 def only_editor(path: Path) -> Iterator[None]:
-    """Hold the lock for editing a folder. The system releases the lock if the process dies."""
+    """Hold the lock for editing a folder during the `with` statement.
+
+    The operating system releases the lock if the process dies.
+    """
     lock = path / LOCK_NAME
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -313,7 +317,7 @@ def only_editor(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 break
-        except FileNotFoundError:  # The previous owner has just removed the file.
+        except FileNotFoundError:  # The previous holder of the lock has just removed the file.
             pass
         except BaseException:
             os.close(descriptor)
@@ -333,7 +337,8 @@ def _edited(
 ) -> int:
     """Apply `change` to the edits of a folder. Returns the number of changed trajectories.
 
-    Nothing is written if nothing changes, or with `dry_run`.
+    `change` modifies the edits in place and returns this number. The edits are not written if the
+    number is 0, or with `dry_run`.
     """
     dry_run = arguments.flag("dry_run", dry_run)
     folder = _folder(path)
@@ -355,7 +360,9 @@ def _folder(path: str | os.PathLike[str]) -> BlockFolder:
         UsageError: The path is of another format, or not on this machine.
         DataFileError: An edit block is damaged.
     """
-    if hasattr(path, "origin"):  # A selection has other indices than its folder.
+    # `path` may not be a `Recording`. If it is a selection, its indices differ from those of the
+    # folder that would be edited.
+    if hasattr(path, "origin"):
         raise UsageError(
             f"path must be a folder of block files, got {path!r}. "
             "Pass the path of the recording, and ids of its trajectories."
@@ -385,7 +392,7 @@ def _folder(path: str | os.PathLike[str]) -> BlockFolder:
 
 
 def _chosen(index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
-    """Convert ids to keys of trajectories, which may be present or dropped.
+    """Convert ids to keys of trajectories. An index counts only trajectories that are not dropped.
 
     Raises:
         UsageError: A trajectory does not exist.

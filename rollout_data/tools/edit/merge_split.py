@@ -49,7 +49,7 @@ from ...sources.recordings.recording import Recording
 from .copied_blocks import parts_of, rebuilt
 from .edits import Edits, Key, publish_edits, read_edits
 
-#: Error numbers of `os.link` if hard links are impossible, so that the file must be copied.
+#: Error numbers of `os.link` which mean that hard links are impossible. Then files are copied.
 _NO_LINKS = (
     errno.EXDEV,
     errno.EPERM,
@@ -58,7 +58,7 @@ _NO_LINKS = (
     errno.EOPNOTSUPP,
     errno.EACCES,
 )
-#: Error numbers of linking and copying that are about the source file, not the target.
+#: Error numbers of linking or copying a file which mean that the source file is unreadable.
 _OF_SOURCE = (errno.ENOENT, errno.ESTALE, errno.EIO)
 #: Subfolder of the new folder for sources that had to be converted first.
 _CONVERTED = ".converted"
@@ -98,12 +98,12 @@ def new_folder(
     target: str | os.PathLike[str],
     *sources: Path | RemotePath,
 ) -> Iterator[Path]:
-    """Yield an empty temporary folder, which is renamed to `target` if the block succeeds.
+    """Yield an empty temporary folder. It is renamed to `target` if the `with` statement succeeds.
 
     Args:
-        name: Name of the caller's argument, for errors.
+        name: Name of the argument of the public function that has the target, for errors.
         target: A new or empty folder.
-        sources: Paths that the block reads, which must not contain the target.
+        sources: Paths that are read in the `with` statement. They must not contain the target.
 
     Raises:
         UsageError: The target is in a source, is not empty, or another process writes to it.
@@ -131,16 +131,16 @@ def new_folder(
             raise _target_error(target, cause) from cause
         if isinstance(cause, DataFileError):
             raise
-        if _names_one_of(cause, sources):
+        if _is_about_source(cause, sources):
             raise DataFileError(
                 f"{cause.filename!r} cannot be read: {cause.strerror}. "
-                "If prune deleted it meanwhile, call again."
+                "If the file was deleted during this call, for example by prune, call again."
             ) from cause
         raise _target_error(target, cause) from cause
 
 
 def _target_error(target: str | os.PathLike[str], cause: Exception) -> TargetError:
-    """Return a `TargetError`: the target cannot be written because of `cause`."""
+    """Build the error for a target that cannot be written because of `cause`."""
     problem = f"{type(cause).__name__}: {cause}."
     if isinstance(cause, RolloutDataError):
         problem = cause.message
@@ -149,14 +149,15 @@ def _target_error(target: str | os.PathLike[str], cause: Exception) -> TargetErr
     return error
 
 
-def _names_one_of(error: OSError, places: Sequence[Path | RemotePath]) -> bool:
-    """Return whether an error is about reading a file in one of the folders `places`."""
+def _is_about_source(error: OSError, sources: Sequence[Path | RemotePath]) -> bool:
+    """Return whether an error was raised by reading a source, and not by writing the target."""
     if not isinstance(error.filename, (str, os.PathLike)):
         return False
     if error.filename2 is not None and error.errno not in _OF_SOURCE:
         return False
     path = Path(error.filename)
-    return any(place in (path, *path.parents) for place in places if isinstance(place, Path))
+    local_sources = [source for source in sources if isinstance(source, Path)]
+    return any(source in (path, *path.parents) for source in local_sources)
 
 
 def merge(
@@ -235,7 +236,9 @@ def split(
     selections = recording.split(parts, seed)
     for name in selections:
         if not name.strip(".") or {"/", "\0"} & set(name):
-            raise UsageError(f"the part {name!r} is not a valid name of a folder.")
+            raise UsageError(
+                f"the part {name!r} is not a valid name of a folder. Choose a name such as 'train'."
+            )
     results: dict[str, NewFolder] = {}
     with new_folder("out", target, recording.path) as made:
         for name, selection in selections.items():
@@ -253,7 +256,7 @@ def _check_source(recording: Recording) -> None:
 
 @dataclass
 class _MergedSource:
-    """Source as a folder of blocks, after conversion if necessary.
+    """Source of a merge as a folder of blocks, after conversion if necessary.
 
     Attributes:
         recording: The source, or the result of its conversion.
@@ -274,11 +277,16 @@ def _merge_into(
     result: NewFolder,
     progress: bool,
 ) -> None:
-    """Link or copy the blocks of recordings into the empty folder `made`, and update `result`.
+    """Link or copy the blocks of recordings into the empty folder `made`.
 
-    If a selection has only some trajectories of a block, the whole block is linked and the other
-    trajectories are dropped. Readers would otherwise see trajectories whose other blocks are
-    missing.
+    If a selection has only some trajectories of a block, the whole block is linked and its other
+    trajectories are dropped. Otherwise readers would report that blocks of them are missing.
+
+    Args:
+        recordings: Recordings to merge.
+        made: The new folder, under its temporary name.
+        result: Result for the caller. Its counts, problems and advice are updated in place.
+        progress: Show progress bars.
     """
     kept: set[Key] = set()
     notes: Notes = {}
@@ -339,9 +347,9 @@ def _merge_into(
 
 
 def _linkable(recording: Recording, made: Path) -> _MergedSource | None:
-    """Return a recording as a source with blocks to link; None if it must be converted.
+    """Return a recording as a source whose blocks can be linked; None if it must be converted.
 
-    Other formats, folders with damaged blocks and remote folders must be converted.
+    Other formats, remote folders and folders with damaged blocks must be converted.
     """
     folder = _intact_folder(recording)
     if folder is None:
@@ -359,13 +367,13 @@ def _converted(
     result: NewFolder,
     progress: bool,
 ) -> _MergedSource:
-    """Convert a recording to blocks in a subfolder of the new folder `made`.
+    """Convert a recording to block files in a temporary subfolder of the new folder `made`.
 
-    Problems and advice of the conversion are added to `result`.
+    Problems and advice of the conversion are added to `result`. `place` is the index of the source.
     """
     scratch = made / _CONVERTED / str(place)
     scratch.mkdir(parents=True)
-    if len(recording):  # A part of `split` may have no episodes.
+    if len(recording):  # With few trajectories, `split` may choose none for a small share.
         conversion = convert(recording, scratch, progress=progress)
         result.problems += conversion.problems
         result.advice += conversion.advice
@@ -387,7 +395,10 @@ def _merged_metadata(
 
 
 def _note_rates(source: _MergedSource, notes: Notes) -> None:
-    """Add the frame rate of each episode to its annotations, unless they already have one."""
+    """Add the frame rate of each episode of a source to `notes`, except where they have a rate.
+
+    Otherwise the rate would be lost, because the new metadata have no rate that all sources share.
+    """
     rates = _rates_of_episodes(source.recording, _rate_of(source.metadata))
     for (writer, number), rate in rates.items():
         key = source.writers.get(writer, writer), number
@@ -408,7 +419,10 @@ def _first_rate(context: Mapping[str, Any]) -> float | None:
 
 
 def _rates_of_episodes(recording: Recording, default: float | None) -> dict[Key, float]:
-    """Map episodes to their frame rates in Hz, or to `default`. Unknown rates are left out."""
+    """Return the frame rate of each episode in Hz, by trajectory key.
+
+    `default` is the rate of episodes without own rate. If it is None, they are left out.
+    """
     rates: dict[Key, float] = {}
     for name, episode in zip(recording.ids, recording, strict=True):
         rate = _first_rate(episode.metadata)
@@ -453,7 +467,8 @@ def finish(
 def newest_ns(folder: BlockFolder) -> int:
     """Return the end time of the newest fragment in ns; 0 without fragments.
 
-    It is the creation time of derived files, so that the same source always gives the same bytes.
+    New blocks of a merge or a repair use it as their creation time. So the same source always
+    results in the same bytes.
     """
     times = [int(block.fragments["end_time_ns"].max(initial=0)) for block in folder.blocks.values()]
     return max(times, default=0)
@@ -467,9 +482,9 @@ def is_own(recording: Recording) -> bool:
 
 
 def _intact_folder(recording: Recording) -> BlockFolder | None:
-    """Return the folder of a recording with only the blocks that the recording has opened.
+    """Open the folder of a recording with only the blocks that the recording has opened.
 
-    The result is None for other formats, and if a block is damaged.
+    Returns None if the recording has another format, or if a block is damaged.
     """
     if not is_own(recording):
         return None
@@ -496,7 +511,7 @@ def _check_fields(
 
 
 def _wanted(folder: BlockFolder, ids: Sequence[str] | None) -> set[Key]:
-    """Return the keys of the trajectories with the names `ids`, or of all if it is None."""
+    """Return the keys of the trajectories with the names `ids`; all keys if `ids` is None."""
     keys = folder.index.keys()
     if ids is None:
         return {*keys}
@@ -505,7 +520,7 @@ def _wanted(folder: BlockFolder, ids: Sequence[str] | None) -> set[Key]:
 
 
 def _blocks_with(folder: BlockFolder, ids: Sequence[str] | None) -> list[Block]:
-    """Return the blocks that have fragments of the trajectories `ids`, or all if it is None."""
+    """Return the data blocks with fragments of the trajectories `ids`; all blocks if it is None."""
     blocks = [block for block in folder.blocks.values() if not block.is_edit]
     if ids is None:
         return blocks
@@ -514,9 +529,10 @@ def _blocks_with(folder: BlockFolder, ids: Sequence[str] | None) -> list[Block]:
 
 
 def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool:
-    """Return whether a block is damaged whose writer gets another name in the new folder.
+    """Return whether a block that must be copied is damaged.
 
-    Such a block is written again, which would give damaged rows valid checksums.
+    A block is copied if its writer gets another name in the new folder. Copying computes new
+    checksums, so that damaged rows would look intact. `writers` maps old names to new names.
     """
     for block in folder.blocks.values():
         is_renamed = writers.get(block.writer, block.writer) != block.writer
@@ -526,7 +542,10 @@ def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool
 
 
 def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
-    """Map each writer to a name that is free in `made`: its own name, or one with a number."""
+    """Map each writer of blocks to a name that it can have in the folder `made`.
+
+    It keeps its name if possible. Otherwise a number is appended, as in "arm-2".
+    """
     blocks_of: dict[str, list[Block]] = {}
     for block in blocks:
         blocks_of.setdefault(block.writer, []).append(block)
@@ -534,33 +553,36 @@ def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
     for writer, own_blocks in sorted(blocks_of.items()):
         name = writer
         number = 1
-        while not _fits(own_blocks, name, made):
+        while not _can_add(own_blocks, name, made):
             number += 1
             name = f"{writer[:90]}-{number}"
         names[writer] = name
     return names
 
 
-def _fits(blocks: Sequence[Block], name: str, made: Path) -> bool:
-    """Return whether blocks can be added to the folder `made` under a writer name.
+def _can_add(blocks: Sequence[Block], name: str, made: Path) -> bool:
+    """Return whether the blocks of a writer can be added to the folder `made` with a writer name.
 
-    They can if the name is free, or if the blocks of this name are from the same recording.
+    They can if no block in the folder has this writer name. If there are such blocks, they must
+    come from the same writer of the same recording. This is so if you merge the parts of a split.
     """
     present = {path.name: path for path in made.glob(f"rollout_{name}_*.h5")}
     shared = [block for block in blocks if block_name(name, block.sequence) in present]
     if present and not shared:
-        # Parts of one recording have disjoint trajectory numbers. Two recordings both start at 0.
+        # A writer numbers its trajectories from 0. So two writers have common numbers, and two
+        # parts of one writer have none.
         numbers: set[int] = set()
         for block in blocks:
             numbers.update(block.fragments["trajectory"].tolist())
         fragments = [read_header(path).fragments for path in present.values()]
         return all(numbers.isdisjoint(table["trajectory"].tolist()) for table in fragments)
+    # Blocks with the same sequence number must be the same file.
     pairs = [(block.path, present[block_name(name, block.sequence)]) for block in shared]
     return all(filecmp.cmp(path, other, shallow=False) for path, other in pairs)
 
 
 def _add_block(block: Block, writer: str, target: Path) -> bool:
-    """Link or copy a block into a new folder, or write it again if its writer is renamed.
+    """Link or copy a block into a new folder. If its writer is renamed, write the block again.
 
     Returns:
         Whether the new block is a hard link.
@@ -593,7 +615,7 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def _common(stated: Sequence[Metadata | None]) -> Metadata | None:
-    """Return the entries that all metadata share; None if no folder has metadata."""
+    """Return metadata with the entries that all sources share; None if no source has metadata."""
     known = [metadata for metadata in stated if metadata is not None]
     if not known:
         return None
@@ -601,7 +623,8 @@ def _common(stated: Sequence[Metadata | None]) -> Metadata | None:
     for name, value in known[0].context.items():
         if all(metadata.context.get(name) == value for metadata in known):
             context[name] = value
-    # Because of this entry, readers look for ends in the annotations of episodes.
+    # If one source has the entry `ENDS`, keep it. Without it, readers would ignore the ends that
+    # are stored in the annotations of episodes.
     unknown_ends = [metadata.context[ENDS] for metadata in known if ENDS in metadata.context]
     if unknown_ends:
         context[ENDS] = unknown_ends[0]

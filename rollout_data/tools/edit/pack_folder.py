@@ -57,9 +57,9 @@ class FolderReport:
         num_broken: Number of trajectories with a missing block.
         problems: Error of each damaged file, by file name.
         lost: Names of the trajectories in each unreadable block, as far as known, by file name.
-        moved: New paths of damaged files.
-        salvaged: Number of dropped trajectories in each partly damaged file, by file name. Its
-            other trajectories are kept, without damaged annotations.
+        moved: New paths of the damaged files that a repair has moved.
+        salvaged: Number of trajectories that a repair has dropped from each partly damaged block,
+            by file name. The other trajectories of the block are kept.
         dead_writers: Writers whose process ended before `close`. Their files were removed.
     """
 
@@ -110,7 +110,7 @@ def open_folder(
         check_single(folder.data_dir)
         raise DataFileError(
             f"{str(folder.data_dir)!r} has neither blocks (rollout_*.h5) nor a {METADATA_NAME} "
-            "with fields."
+            "with fields. Pass a folder of block files."
         )
     return folder
 
@@ -137,7 +137,10 @@ def _report(folder: BlockFolder) -> FolderReport:
 
 
 def _trajectories_of_bad_blocks(folder: BlockFolder) -> dict[str, list[str]]:
-    """Map each unreadable block to the names of its trajectories, as far as they are known."""
+    """Return the names of the trajectories in each unreadable block, by file name.
+
+    Blocks without known trajectories are left out.
+    """
     files = ExaminedFiles(Scan(folder.data_dir, *opened(folder.data_dir)))
     trajectories = {name: files.trajectories_of_bad_block(name) for name in files.bad}
     return {name: names for name, names in trajectories.items() if names}
@@ -166,7 +169,7 @@ def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> F
             write_block(path, content)
             salvaged[name] = num_dropped
         elif edit is not None and folder.schema is not None:
-            # A set of edit blocks with a missing block is ignored, so write an empty one instead.
+            # Readers ignore all edits if an edit block is missing. So replace it by an empty one.
             write_part(path, folder.schema, *edit, Edits())
     metadata = load_metadata(path)
     if METADATA_NAME in problems and metadata_before is not None and metadata is not None:
@@ -245,7 +248,8 @@ def _pack_in_place(
     """
     source = folder.data_dir
     staging = source / STAGING_FOLDER
-    # After a crash, this folder may exist. It can be deleted, since the old blocks still exist.
+    # An earlier call may have left this folder in a crash. All old blocks exist until their packed
+    # blocks are moved out of it, so it can be deleted.
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
@@ -255,7 +259,8 @@ def _pack_in_place(
             new_paths.append(path.rename(source / path.name))
         old_blocks = sorted(folder.blocks.values(), key=lambda block: block.is_edit)
         note_replaced(source, [block.path for block in old_blocks], new_paths)
-        # Edit blocks are last in `old_blocks`, so that dropped trajectories never reappear.
+        # Edit blocks are last in `old_blocks`. If they were deleted first, the dropped trajectories
+        # in old data blocks would reappear.
         for block in (*old_blocks, *folder.replaced.values()):
             block.path.unlink(missing_ok=True)
         save_index_cache(source)

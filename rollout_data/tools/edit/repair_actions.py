@@ -1,7 +1,8 @@
-"""Repairs of single episodes, by rule code: the rows and fields that a repair keeps.
+"""Repairs of single episodes, by rule code.
 
-A repair changes no value. It splits an episode, or leaves out rows, fields or the final
-observation. This module writes no files.
+A repair changes no value. It splits an episode into parts, or leaves out rows, fields or the final
+observation. It is a function from a part of an episode to the parts that replace it. This module
+writes no files; `repair_recording.py` writes the parts as new episodes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _END_FLAG = re.compile(r"(.*[/.])?(dones?|terminals?|terminated|truncat\w+|timeo
 _KEPT_FRAMES = 5
 #: Largest change of an action at rest in one step, as a fraction of the action's range.
 _REST_SHARE = 0.01
-#: Metadata of an episode that are derived from its blocks, so they are not copied.
+#: Metadata of an episode that the reader derives from blocks. They are not copied to new blocks.
 _INDEXED = ("env", "writer", "end_time_ns")
 
 
@@ -41,11 +42,12 @@ class EpisodePart:
         start, stop: First and stop row of the part in the episode.
         schema: Numeric fields of the part.
         terminated, truncated: Whether the part ends in this way; None if the end is unknown.
-        final_row: Row of the episode that is the final observation of the part. The length of the
-            episode means the final observation of the episode. None if there is none.
+        final_row: Index of the row of the episode that becomes the final observation of the part.
+            If it equals the length of the episode, the part has the final observation of the
+            episode. None means that the part has no final observation.
         length: Number of rows.
         final: Names of the fields in the final observation.
-        texts, success, task, metadata: As in the episode.
+        texts, success, task, metadata: As in `Episode`.
     """
 
     episode: Episode
@@ -202,7 +204,10 @@ def _without_first_row(part: EpisodePart, finding: Finding, place: int) -> list[
 
 
 def _is_resting(part: EpisodePart) -> Array:
-    """Return whether the action of each row nearly equals the action before, bool `[T]`."""
+    """Return bool `[T]`: whether the action of each row nearly equals the previous action.
+
+    It is True for the first row.
+    """
     actions = [part.columns(name).astype(np.float64) for name in part.schema.below("action")]
     rows = np.concatenate(actions, axis=1)
     span = np.quantile(rows, 0.99, axis=0) - np.quantile(rows, 0.01, axis=0)
@@ -232,13 +237,14 @@ def _until_success(part: EpisodePart, finding: Finding, place: int) -> list[Epis
 
 @dataclass(frozen=True)
 class EpisodeRepair:
-    """Repair of the episodes in the finding of a rule.
+    """Repair of the episodes that a finding names.
 
     Attributes:
-        parts: Function of a part of the episode, the finding, and the index of the episode in the
-            recording. Returns the parts that replace the part.
+        parts: Function that is called as `parts(part, finding, place)`. `part` is an episode, or a
+            part of it after earlier repairs. `place` is the index of the episode in the recording.
+            Returns the parts that replace `part`.
         description: Text about the repair for users.
-        is_of_all: Whether all episodes are repaired, even if the finding does not name them.
+        is_of_all: Whether all episodes are repaired, even if the finding names only some.
     """
 
     parts: Callable[[EpisodePart, Finding, int], list[EpisodePart]]

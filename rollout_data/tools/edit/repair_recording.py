@@ -47,14 +47,14 @@ REPORT_NAME = "repair.json"
 _WRITER = "mended"
 _STAGING = ".mending"
 _BLOCK_BYTES = 256 << 20
-#: Maximum number of missing blocks per writer that are replaced by empty blocks.
+#: Maximum number of missing blocks per writer that a repair replaces by empty blocks.
 _MAX_MISSING_BLOCKS = 10_000
 #: Rules about block files. Their repair keeps intact trajectories and drops damaged ones.
 _BLOCK_RULES = ("FIL01", "FIL02", "FIL03", "STR01", "STR02", "STR03", "STR05", "STR06")
 
 Context = dict[str, Any]
-#: Repair of the metadata for each rule code: a text for users, and a function that returns the new
-#: metadata for the old metadata and the evidence of a finding.
+#: Repair of the metadata for each rule code: a text for users, and a function that takes the old
+#: metadata and the evidence of the finding, and returns the new metadata.
 _METADATA_REPAIRS: Mapping[str, tuple[str, Callable[[Context, Mapping[str, Any]], Context]]] = {
     "STR07": (
         "spaces are removed from the metadata",
@@ -84,9 +84,9 @@ class Action:
 
     Attributes:
         finding: Finding of `doctor`.
-        says: Text about the action for users, or the reason why nothing is done.
-        kind: "K" trajectories are removed, "N" they are split or lose rows or fields, "S" metadata
-            or sums are recomputed, "-" nothing is done.
+        says: Description of the action for users, or the reason why nothing is done.
+        kind: "K": trajectories are removed. "N": trajectories are split, or rows or fields are
+            removed. "S": metadata or sums are recomputed. "-": nothing is done.
         trajectories: Ids of the affected trajectories in the source.
     """
 
@@ -117,8 +117,8 @@ class Repaired:
         actions: One action for each finding of `doctor`, in the same order.
         num_trajectories: Number of trajectories in the new folder; -1 after a dry run.
         remaining: Findings of the repaired rules that `doctor` still reports in the new folder.
-        problems: Errors by name: of files in the new folder that are damaged, and of trajectories
-            that were deleted from the source after the recording was opened.
+        problems: Errors of damaged files in the new folder, by file name. Also the errors of
+            trajectories that were deleted from the source after it was opened, by trajectory name.
     """
 
     path: Path
@@ -176,8 +176,8 @@ def repair(
     if dry_run:
         return Repaired(target, tuple(plan.actions), problems=problems or None)
     if len(plan.dropped) == len(recording):
-        problem = "keeps no trajectory after the repair" if len(recording) else "is empty"
-        raise DataFileError(f"{str(path)!r} {problem}. Nothing is written.")
+        problem = "keeps no trajectory after the repair" if len(recording) else "has no trajectory"
+        raise DataFileError(f"{str(path)!r} {problem}. No folder was written.")
     repairs_blocks = not only or any(code.startswith(tuple(only)) for code in _BLOCK_RULES)
     with new_folder("to", target, recording.path) as made:
         _write(plan, made, repairs_blocks, progress)
@@ -201,7 +201,7 @@ def _write_report(plan: _Plan, made: Path) -> None:
 
 
 class _Plan:
-    """Plan of a repair: the actions for all findings of a recording.
+    """Plan of a repair: for each finding the action, and for each episode the repairs.
 
     Args:
         recording: The source to repair.
@@ -210,7 +210,7 @@ class _Plan:
 
     Attributes:
         actions: One action for each finding.
-        context: Metadata for the new metadata.json, without the fields.
+        context: Entries of the new metadata.json, except the description of the fields.
         ids: Names of the trajectories of the source.
         dropped: Indices of the trajectories that are removed.
         repairs: Map from the index of an episode to its repairs, each as (rule code, finding).
@@ -231,7 +231,8 @@ class _Plan:
         self.writer = _free_writer({block.writer for block in recording.blocks})
         self._includes_infos = includes_infos
         self._codes = {finding.code for finding in findings}
-        # Rules about blocks first, so that damaged rows are not written with valid checksums.
+        # Plan the rules about blocks first. They drop trajectories with damaged rows. Otherwise a
+        # repair of such a trajectory would write its damaged rows with new, valid checksums.
         ranks = [_planning_rank(finding.code) for finding in findings]
         actions: dict[int, Action] = {}
         for number in np.argsort(ranks, kind="stable").tolist():
@@ -262,7 +263,8 @@ class _Plan:
             return Action(finding, says, "K")
         places = list(finding.places)
         if finding.code in ("FIL02", "FIL03"):
-            # Trajectories with an end are complete, although the damaged header may list them.
+            # The finding names all trajectories that may have rows in the damaged block. Those with
+            # an end in intact blocks are complete, so keep them.
             places = [place for place in places if not self._has_ended(place)]
         self.dropped.update(places)
         return Action(finding, says, "K", (*self._ids_at(places), *finding.left_out))
@@ -270,8 +272,8 @@ class _Plan:
     def _action_for_episodes(self, finding: Finding) -> Action:
         code = finding.code
         if code == "END07" and "END09" in self._codes:
-            # The final observations were taken from next observations that END09 found to be wrong.
-            # The repair of END08 removes them.
+            # END09 found that the stored next observations are wrong. The reader has taken the final
+            # observations from them, so remove these as the repair of END08 does.
             code = "END08"
         rule = EPISODE_REPAIRS[code]
         named: Sequence[int] = finding.places
@@ -292,7 +294,7 @@ class _Plan:
         return tuple(self.ids[place] for place in places)
 
     def parts(self, place: int) -> list[EpisodePart]:
-        """Return the parts that replace the episode with index `place`."""
+        """Apply all repairs of the episode with the index `place`. Returns its new parts."""
         episode = self.recording[place]
         parts = [EpisodePart.whole(episode)]
         order = list(EPISODE_REPAIRS)
@@ -304,12 +306,15 @@ class _Plan:
         return parts
 
     def repaired_episodes(self) -> list[tuple[int, EpisodeToWrite]]:
-        """Return the parts of all repaired episodes, each with the index of its episode."""
+        """Return pairs (index of the episode, part) for the parts of all repaired episodes."""
         places = sorted(self.repairs.keys() - self.dropped)
         return [(place, part) for place in places for part in self.parts(place)]
 
     def all_episodes(self) -> list[tuple[int, EpisodeToWrite]]:
-        """Return the episodes, or parts of repaired episodes, to write, each with an index."""
+        """Return pairs (index of the episode, episode or part) for all episodes of the new folder.
+
+        Dropped episodes are left out. A repaired episode is replaced by its parts.
+        """
         episodes: list[tuple[int, EpisodeToWrite]] = []
         for place in range(len(self.recording)):
             if place in self.dropped:
@@ -322,7 +327,7 @@ class _Plan:
 
 
 def _free_writer(writers: Collection[str]) -> str:
-    """Return "mended", or "mended-2" and so on if `writers` contains this name."""
+    """Return a writer name that is not in `writers`: "mended", "mended-2" and so on."""
     name = _WRITER
     number = 1
     while name in writers:
@@ -332,14 +337,20 @@ def _free_writer(writers: Collection[str]) -> str:
 
 
 def _planning_rank(code: str) -> int:
-    """Return the planning order of a rule: 0 for blocks, 1 for others, 2 for episode repairs."""
+    """Return the position of a rule in the order of planning. Rules with a low rank come first.
+
+    Episode repairs come last, because trajectories that other rules drop need no repair.
+    """
     if code in _BLOCK_RULES:
         return 0
     return 2 if code in EPISODE_REPAIRS else 1
 
 
 def _write(plan: _Plan, made: Path, repairs_blocks: bool, progress: bool) -> None:
-    """Write the repaired recording to the empty folder `made`."""
+    """Write the repaired recording to the empty folder `made`.
+
+    Blocks are linked if that is possible. Otherwise all episodes are written to new blocks.
+    """
     recording = plan.recording
     if is_own(recording):
         repaired = plan.repaired_episodes()
@@ -359,11 +370,11 @@ def _link_and_write(
     """Link the intact blocks of a folder, and write the repaired episodes to new blocks.
 
     Returns:
-        Whether the repaired episodes have the same fields as the blocks. If they do not, the new
-        folder is left empty.
+        Whether the folder was written. It was not, and `made` is empty, if the repaired episodes
+        have other fields than the blocks.
 
     Raises:
-        DataFileError: Blocks are damaged, and the rules about blocks are not repaired.
+        DataFileError: A block is damaged, and `repairs_blocks` is False.
     """
     folder = BlockFolder.at(plan.recording.path, verify_on_open=repairs_blocks or bool(repaired))
     folder.keep_only(plan.recording.blocks)
@@ -371,7 +382,7 @@ def _link_and_write(
     metadata = Metadata.of_schema(folder.schema, _own_context(plan.context))
     damaged = _damaged_files(folder, plan.recording)
     if damaged and repaired and not repairs_blocks:
-        # Writing repaired episodes would give damaged rows valid checksums.
+        # Damaged rows of a repaired episode would be written with new, valid checksums.
         name = damaged[0]
         error = DataFileError(
             f"{name!r} in {str(folder.data_dir)!r} is damaged. Repair the rules FIL and STR too."
@@ -399,7 +410,10 @@ def _link_and_write(
 
 
 def _damaged_files(folder: BlockFolder, recording: Recording) -> list[str]:
-    """Return the damaged files of a folder. Files created after opening it are ignored."""
+    """Return the names of the damaged files of a folder, except metadata.json.
+
+    Files that were created after the recording was opened are ignored.
+    """
     opened_names = {block.path.name for block in recording.blocks}
     reported = [str(problem) for problem in recording.problems]
     damaged = set()
@@ -416,7 +430,16 @@ def _write_empty_blocks(
     damaged: Sequence[str],
     fills_gaps: bool,
 ) -> None:
-    """Write empty blocks in place of unreadable ones and, with `fills_gaps`, of missing ones."""
+    """Write an empty block for each unreadable block and, with `fills_gaps`, each missing block.
+
+    Without them, readers would report the sequence numbers of these blocks as missing.
+
+    Args:
+        folder: The source.
+        made: The new folder.
+        damaged: Names of the damaged files of the source.
+        fills_gaps: Whether blocks are also written for gaps in the sequence numbers of a writer.
+    """
     assert folder.schema is not None
     missing = {_writer_and_sequence(folder.data_dir / name) for name in damaged}
     sequences: dict[str, list[int]] = {}
@@ -436,7 +459,7 @@ def _write_empty_blocks(
 def _writer_and_sequence(path: Path) -> tuple[str, int]:
     """Return the writer and the sequence number of a block from its header or file name.
 
-    The result is ("", `FIRST_EDIT`) if both are unreadable.
+    If neither has them, the result is "" and `FIRST_EDIT`, which is no number of a data block.
     """
     try:
         header = read_header(path)
@@ -447,17 +470,24 @@ def _writer_and_sequence(path: Path) -> tuple[str, int]:
 
 
 def _kept_trajectories(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:
-    """Return the keys of the trajectories that stay visible in the new folder.
+    """Return the keys of the trajectories in the new folder that readers do not skip.
 
-    Trajectories are dropped if the plan removes or rewrites them, if they were dropped
-    before, or if a part of them is missing.
+    Readers skip the trajectories of linked blocks that the plan drops or writes to new blocks. They
+    also skip those that were dropped in the source, have a missing part, or are not selected.
+
+    Args:
+        index: Index of the new folder.
+        plan: Plan of the repair.
+        before: Edits of the source.
     """
     empty_blocks: dict[str, int] = {}
     for block in sorted(index.blocks, key=lambda block: block.sequence):
         if not len(block.fragments):
             empty_blocks[block.writer] = block.sequence
     last_blocks = index.fragment_block[index.first_fragment[1:] - 1].tolist()
-    may_be_cut = []  # True if an empty block replaces one that may have had the end.
+    # An open trajectory may be incomplete if an empty block follows its last block. The empty block
+    # replaces a damaged or missing block, which may have had the end.
+    may_be_cut = []
     for number in last_blocks:
         block = index.blocks[number]
         may_be_cut.append(block.sequence < empty_blocks.get(block.writer, -1))
@@ -467,7 +497,8 @@ def _kept_trajectories(index: TrajectoryIndex, plan: _Plan, before: Edits) -> se
     kept = {key for key in whole if f"{key[0]}:{key[1]}" not in left_out}
     if plan.recording.origin.ids is None:
         return kept
-    chosen = set(plan.ids)  # Linked blocks also contain unselected trajectories.
+    # The recording is a selection. The linked blocks also have trajectories that are not selected.
+    chosen = set(plan.ids)
     return {key for key in kept if key[0] == plan.writer or f"{key[0]}:{key[1]}" in chosen}
 
 
@@ -476,7 +507,7 @@ def _write_episodes(
 ) -> Metadata:
     """Write episodes as blocks of the writer `plan.writer`. Returns the metadata for them.
 
-    Unreadable episodes of other formats are left out, since `doctor` reports them.
+    Episodes that cannot be read are left out, because `doctor` has reported them.
     """
     options: dict[str, Any] = {}
     if is_own(plan.recording):
@@ -526,7 +557,7 @@ def _own_context(metadata: Mapping[str, Any]) -> Context:
 
 
 def _without_keys(context: Mapping[str, Any], *texts: str) -> Context:
-    """Return the metadata without the keys that contain one of `texts`."""
+    """Return a copy of the metadata without the entries whose key contains one of `texts`."""
     left_out = {name for name in context for text in texts if text in name}
     return {name: value for name, value in context.items() if name not in left_out}
 
