@@ -1,4 +1,4 @@
-"""Compare two recordings: lengths, returns, dimensions, and the differences of findings.
+"""Compare two recordings: their lengths, returns, dimensions and findings.
 
 The page is about the first recording. A finding is new if only the first recording has it.
 """
@@ -16,7 +16,7 @@ from .figures import Figure, histogram, plotly_text
 from .summary import SIGNS, count_text
 from .survey import Survey, quantiles
 
-#: Levels of the quantiles (5 % to 95 %) whose mean difference is the distance of two recordings.
+#: Levels of the 19 quantiles, from 5 % to 95 %, by which the values of two recordings are compared.
 _SHARES = tuple(share / 20 for share in range(1, 20))
 #: Labels and levels of the quantiles in the table of dimensions.
 _LISTED_SHARES = {"1 %": 0.01, "median": 0.5, "99 %": 0.99}
@@ -27,7 +27,7 @@ _NUM_LISTED = 100
 
 
 class _Distance(NamedTuple):
-    """Distance of the values of a dimension in two recordings.
+    """Distance between the values of a dimension in two recordings.
 
     Attributes:
         name: Name of the dimension.
@@ -136,7 +136,11 @@ def _unshared_findings(
     findings: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return a list of the findings whose code and field are not in `others`."""
+    """Return a list for the page: the findings of one recording that the other does not have.
+
+    The other recording has the findings `others`. Two findings are the same if they have the same
+    rule code and the same field.
+    """
     other_keys = {(finding["code"], finding["field"]) for finding in others}
     items = []
     for finding in findings:
@@ -155,7 +159,10 @@ def _unshared_dimensions(
     surveys: Sequence[Survey],
     names: tuple[str, str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield, for each recording, the dimensions that the other one lacks, if there are any."""
+    """Yield a list for the page: the dimensions that only one of the recordings has.
+
+    There is one list per recording, except for a recording without such dimensions.
+    """
     dimensions = []
     for survey in surveys:
         dimensions.append({survey.name(column) for column in survey.course.columns})

@@ -19,7 +19,7 @@ from ...formats.encoded_images import axes_of
 from ...formats.input_checks import optional
 
 Array = np.ndarray[Any, Any]
-#: Larger numbers are clipped to this value in charts, because their differences may overflow.
+#: Largest number in charts. Larger numbers are clipped, because their differences may overflow.
 LARGEST = 1e300
 #: 16-bit code of NaN and infinite values. Finite values have codes from 0 (minimum) to 65534.
 UNKNOWN = 65535
@@ -28,8 +28,9 @@ PICTURE_PIXELS = 96
 _JPEG_QUALITY = 60
 #: Minimum side of a depth image, in pixels. A smaller 2-D array is not shown as an image.
 _MIN_DEPTH_SIDE = 16
-#: JSON escapes of invisible characters: control, direction and line separator characters. An even
-#: number of backslashes before the escape means that its own backslash is not escaped.
+#: Pattern of the JSON escape of an invisible character, such as "\u200e" for a left-to-right mark.
+#: It does not match if the text itself has a backslash before "u200e", which is "\\u200e" in JSON.
+#: In that case, an odd number of backslashes precedes the backslash of the escape.
 _INVISIBLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\"
     r"(u00[01][0-9a-f]|u007f|u00[89][0-9a-f]|u061c|u200[ef]|u202[8-9a-e]|u206[0-9a-f]|ufeff)"
@@ -44,9 +45,12 @@ def compress(data: bytes) -> str:
 def pack_rows(values: Array) -> dict[str, Any]:
     """Encode rows of numbers as 16-bit codes, compressed in base64, with the range of each row.
 
+    The codes of a row divide the range from its minimum to its maximum into equal steps. `page.js`
+    needs these two numbers to decode the row. They are rounded to 12 digits.
+
     Args:
-        values: `[rows, planes, points]`. The finite minimum and maximum of each row are rounded to
-            12 digits.
+        values: `[rows, planes, points]`. A row is a curve of `points` intervals. Its planes are the
+            numbers of an interval, such as the minimum and the maximum.
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
     finite = np.isfinite(rows)
@@ -62,7 +66,9 @@ def pack_rows(values: Array) -> dict[str, Any]:
     shares = np.nan_to_num((rows - low[:, None]) / ranges[:, None])
     codes = np.where(finite, np.round(shares * (UNKNOWN - 1)), UNKNOWN)
     code_bytes = codes.astype("<u2", order="C").view(np.uint8).reshape(-1, 2)
-    by_significance = code_bytes.T  # Similar high bytes next to each other compress well.
+    # Store all low bytes, then all high bytes. High bytes of successive codes are similar, so that
+    # they compress well.
+    by_significance = code_bytes.T
 
     _, planes, points = values.shape
     return {
@@ -90,7 +96,11 @@ def as_json(content: Any) -> str:
 
 
 def as_visible_json(content: Any) -> str:
-    """Convert a value to JSON in which invisible characters are replaced by visible codes."""
+    """Convert a value to JSON for a script element, with invisible characters made visible.
+
+    A name with such a character could imitate another name. It is shown as a code, such as
+    "\\u200e".
+    """
     return _INVISIBLE.sub(r"\1\\\\\2", as_json(content))
 
 
@@ -107,8 +117,8 @@ def to_rgb(rows: Array, low: float, high: float) -> Array:
 
     Args:
         rows: Images `[n, H, W]`, `[n, H, W, C]` or `[n, C, H, W]`. A fourth channel is ignored.
-        low: Value that becomes black, unless `rows` are uint8.
-        high: Value that becomes white, unless `rows` are uint8.
+        low: Value that becomes black. It has no effect on uint8 images.
+        high: Value that becomes white. It has no effect on uint8 images.
     """
     if rows.dtype != np.uint8:
         scale = 255.0 / max(high - low, 1e-30)

@@ -1,6 +1,7 @@
 """Read the curves and images of single episodes, and of the first frames of each finding.
 
-Only episodes with curves or images on the page are read a second time.
+The episodes that the page shows are read a second time, after the doctor has read all data. Here, a
+column is a dimension of a field; see `survey.Column`.
 """
 
 from __future__ import annotations
@@ -30,22 +31,24 @@ WIDTH = 600
 HEIGHT = 192
 #: Number of evenly spaced images shown of an episode, besides the images of findings.
 NUM_PICTURES = 12
-#: SVG dash patterns of the curves in the plot of a finding, which has one curve per pattern.
+#: SVG dash patterns of the curves in the plot of a finding. A plot has at most one curve for each.
 _DASHES = ("", "5 3", "1.5 2.5")
-#: Minimum number of context frames before and after the frames of a finding.
+#: Minimum number of frames in the plot of a finding before and after the frames of the finding.
 _AROUND = 25
 
 
-def _extremes(values: Array, num_stretches: int) -> list[Array]:
-    """Return the minimum and the maximum of each of `num_stretches` intervals of rows.
+def _extremes(values: Array, num_intervals: int) -> list[Array]:
+    """Divide the rows of a curve into intervals, and compute the extremes of each interval.
 
-    They are NaN for an interval without finite values. If there are fewer rows than intervals, the
-    list contains only the rows themselves.
+    Returns:
+        Two arrays, the minima and the maxima, `[num_intervals, columns]` each. They are NaN for an
+        interval without finite values. If there are no more rows than intervals, the list contains
+        a single array: the rows, with NaN for infinite values.
     """
     finite = np.where(np.isfinite(values), values, np.nan)
-    if len(values) <= num_stretches:
+    if len(values) <= num_intervals:
         return [finite]
-    edges = np.linspace(0, len(values), num_stretches, endpoint=False).astype(np.int64)
+    edges = np.linspace(0, len(values), num_intervals, endpoint=False).astype(np.int64)
     return [np.fmin.reduceat(finite, edges), np.fmax.reduceat(finite, edges)]
 
 
@@ -62,7 +65,10 @@ class Closeups:
         self.columns = columns
 
     def episode_curves(self, number: int, num_points: int) -> dict[str, Any]:
-        """Return the curves of all columns of an episode, encoded by `pack_rows`."""
+        """Return the curves of all `columns` in an episode, encoded by `pack_rows`.
+
+        A curve is divided into at most `num_points` intervals.
+        """
         episode = self.survey.recording[number]
         rows = self._rows(episode, self.columns, 0, episode.length)
         planes = np.stack(_extremes(rows, num_points))
@@ -71,7 +77,8 @@ class Closeups:
     def _rows(self, episode: Episode, columns: Sequence[Column], start: int, stop: int) -> Array:
         """Read columns of the frames `start:stop` of an episode: float64 `[stop - start, columns]`.
 
-        The column for all dimensions of a field has their median. Unreadable values are NaN.
+        Values that cannot be read are NaN. A column with the index `WHOLE` represents all
+        dimensions of its field, so it gets their median.
         """
         rows = np.full((stop - start, len(columns)), np.nan)
         fields: dict[str, Array] = {}
@@ -85,7 +92,7 @@ class Closeups:
         return rows
 
     def pictures(self, number: int, frames: Sequence[int]) -> dict[str, list[tuple[int, str]]]:
-        """Return images of an episode by field, each as (frame, data URL), in ascending order.
+        """Return images of an episode for each image field, as pairs (frame, data URL).
 
         Args:
             number: Index of the episode.
@@ -102,7 +109,10 @@ class Closeups:
         return pictures
 
     def picture(self, episode: Episode, name: str, frame: int) -> str | None:
-        """Return one frame of an image field as a data URL; None if it is missing or unreadable."""
+        """Return the image of a field in one frame as a data URL.
+
+        Returns None if the image is missing or unreadable.
+        """
         if name not in episode.schema or frame >= episode.length:
             return None
         if not is_picture(episode.schema[name].shape):
@@ -112,10 +122,12 @@ class Closeups:
         return None
 
     def evidence(self, finding: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the plot, or the images, of the first frames of a finding.
+        """Return the plot or the images that show a finding, as values for the template.
 
-        Frames of the finding are shaded in the plot. If a finding has no episode, the curves are
-        the medians of its field over the whole recording.
+        The plot has curves of the first frame range of the finding, which is shaded. If the
+        finding names no episode, the curves are the medians over the course of the recording. A
+        finding about an image field has images instead. The result is {} if there is nothing to
+        show.
         """
         field = finding["field"]
         named_columns = self._named_columns(finding)
@@ -157,7 +169,10 @@ class Closeups:
         return drawing
 
     def _named_columns(self, finding: Mapping[str, Any]) -> list[Column]:
-        """Return the columns that a finding names. There are at most as many as line styles."""
+        """Return the columns of the dimensions that the evidence of a finding names.
+
+        There is at most one for each dash pattern of a plot.
+        """
         dimensions = dimensions_of(finding)
         columns = []
         for name, dimension in self.survey.course.columns:
@@ -166,7 +181,7 @@ class Closeups:
         return columns[: len(_DASHES)]
 
     def _columns_of(self, field: str | None) -> list[Column]:
-        """Return the plotted columns of a field and its components; all columns if it is None."""
+        """Return the columns of a field and its components; all columns if `field` is None."""
         if field is None:
             return list(self.columns)
         return [column for column in self.columns if f"{column[0]}/".startswith(f"{field}/")]
@@ -200,15 +215,22 @@ class Closeups:
 
 
 def _read_flat(episode: Episode, name: str, start: int, stop: int) -> Array:
-    """Read frames of a field as `[stop - start, D]`, where D is 0 for an unreadable field."""
-    with suppress(DataFileError):  # The doctor reports unreadable episodes.
+    """Read frames of a field as `[stop - start, D]`.
+
+    D is 0 if the field cannot be read or the episode does not have it.
+    """
+    with suppress(DataFileError):  # The page already has a finding about unreadable episodes.
         if name in episode.schema:
             return np.asarray(episode.read(name, start, stop)).reshape(stop - start, -1)
     return np.empty((stop - start, 0))
 
 
 def _worst_place(finding: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return `(episode, start, stop)` of the first frames of a finding, or `(-1, 0, 0)`."""
+    """Return the first frame range of a finding as (episode, start, stop).
+
+    Without frames, the range (0, 0) of its first episode is returned. Without episodes, the result
+    is (-1, 0, 0).
+    """
     if finding["frames"]:
         number, start, stop = finding["frames"][0]
         return number, start, stop
@@ -233,7 +255,8 @@ def svg_path(values: Array) -> str:
     if np.ptp(finite):
         levels = (levels - finite.min()) / np.ptp(finite)
     else:
-        levels = 0.5 + 0 * levels  # The product is NaN for unknown values.
+        # A constant curve is drawn in the middle, and keeps its gaps.
+        levels = np.where(np.isfinite(levels), 0.5, np.nan)
     centers = (np.arange(len(points)) + 0.5) / len(points) * WIDTH
     x = np.repeat(centers, points.shape[1])
     y = HEIGHT * (0.95 - 0.9 * levels)
@@ -250,9 +273,11 @@ def svg_path(values: Array) -> str:
 
 
 def _salient_places(rows: Array, start: int, stop: int) -> list[int]:
-    """Return the indices of the columns whose values in `start:stop` differ most from the median.
+    """Choose the columns of `rows` that show a finding in the frames `start:stop` best.
 
-    Columns with NaN or infinities rank first. The result has at most one column per dash pattern.
+    These are the columns whose values in these frames differ most from their median over all rows,
+    relative to their range. Columns with NaN or infinite values in these frames come first. Returns
+    the indices of at most one column for each dash pattern.
     """
     if not rows.size:
         return []

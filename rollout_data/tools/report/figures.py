@@ -1,6 +1,7 @@
 """Build charts of lengths and returns, as plotly traces and layouts.
 
-A colour such as "@1" is an index into the dark or light palette, which the page replaces.
+A colour such as "@1" is an index into a palette. The page replaces it by the colour of the dark or
+the light palette.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
     """Divide episodes by task if there are 2 to `_MAX_GROUPS` tasks, otherwise by their end.
 
     Returns:
-        "task" or "end", and a map from group name to the membership of episodes, bool `[episodes]`.
+        "task" or "end", and for each group name whether each episode is in the group, bool
+        `[episodes]`.
     """
     tasks = sorted(set(table["task"].tolist()))
     if 2 <= len(tasks) <= _MAX_GROUPS:
@@ -109,7 +111,7 @@ def histogram(
 
 
 def _bars(place: int, name: str, x: list[float], y: list[float], opacity: float) -> Figure:
-    """Build the bars of a group. The index `place` selects the colour and the pattern."""
+    """Build the bars of the group `name`. Its index `place` selects the colour and the pattern."""
     pattern = {
         "shape": _PATTERNS[place % len(_PATTERNS)],
         "fillmode": "overlay",
@@ -204,7 +206,8 @@ def length_against_return(survey: Survey) -> Figure:
 def _density(x: Array, y: Array) -> Figure:
     """Build a heat map of the logarithm of point counts. Empty cells are transparent."""
     counts, x_edges, y_edges = np.histogram2d(x, y, (_NUM_BINS, _NUM_BINS))
-    # Without the offset of 0.3, a cell with one episode would be hard to see.
+    # The logarithm of 1 is 0, the colour of the background. The offset of 0.3 makes a cell with a
+    # single episode visible.
     logarithms = np.log10(np.maximum(counts, 1)) + 0.3
     levels = np.where(counts > 0, logarithms, np.nan).T
     return {

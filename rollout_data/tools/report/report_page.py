@@ -171,7 +171,8 @@ class Page:
         self.survey = self.surveys[0]
         self.findings = self.diagnoses[0]["findings"]
         for finding in self.findings:
-            # Remove the trajectories that `open` left out, because the page has no row for them.
+            # Remove the damaged trajectories that are not in the opened recording. The page has no
+            # row for them.
             num_shown = len(finding["trajectories"]) - len(finding["left_out"])
             finding["trajectories"] = finding["trajectories"][:num_shown]
         self.order = summary.worst_first(self.survey, self.findings)
@@ -181,9 +182,10 @@ class Page:
         self.notes: list[str] = []
 
     def _weights(self) -> dict[Column, int]:
-        """Return the importance of each dimension: its number of labels and findings.
+        """Return the importance of the chart of each dimension.
 
-        A constant dimension is less important.
+        It is the number of labels and findings of the dimension. Constant dimensions are the least
+        important.
         """
         weights: dict[Column, int] = {}
         for column, texts in self.marks.items():
@@ -270,10 +272,14 @@ class Page:
         self,
         findings: Sequence[Mapping[str, Any]],
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Build the charts of dimensions: encoded values, and title and labels of each chart.
+        """Build the charts of dimensions, which show value ranges over the course of the recording.
 
         Args:
             findings: Contents of the findings on the page; see `summary.finding_view`.
+
+        Returns:
+            The encoded values of all charts, as a list of at most one entry, and the title and the
+            labels of each chart.
         """
         course = self.survey.course
         if len(self.columns) < len(course.columns):
@@ -298,9 +304,10 @@ class Page:
         return [{"keys": keys, "size": course.bucket_size, "pack": pack}], views
 
     def _curves(self) -> dict[str, Any]:
-        """Return the names, the axes and the twins of the curves of episodes.
+        """Return the descriptions of the curves that the page draws for a single episode.
 
-        The twin of an action is the observation field with the same name and shape.
+        A curve of an action may have a twin: the same dimension of the observation with the same
+        name and shape. The page can draw both over each other.
         """
         curves = list[dict[str, Any]]()
         groups: dict[str, list[dict[str, str]]] = {name: [] for name in AXES}
@@ -329,7 +336,7 @@ class Page:
         return {"curves": curves, "episode": episode}
 
     def _twin_of(self, column: Column) -> int | None:
-        """Return the column index of the observation that matches an action; None without one."""
+        """Return the index of the twin of a curve in `columns`; None if it has no twin."""
         field, dimension = column
         head, _, rest = field.partition("/")
         twin_field = f"observation/{rest}" if rest else "observation"
@@ -346,14 +353,17 @@ class Page:
         opened: Sequence[int],
         budget: int,
     ) -> tuple[dict[int, Any], list[dict[str, Any]]]:
-        """Read the curves and images of the worst, random and oddest episodes.
+        """Read the curves and images of the episodes that the page shows in detail.
+
+        These are the episodes to which findings link, the worst, some random and the oddest ones.
 
         Args:
             opened: Episodes to which findings link. They are read first.
-            budget: Maximum number of bytes of JSON.
+            budget: Maximum number of bytes of JSON. Episodes that do not fit are left out.
 
         Returns:
-            Map from episode index to content, and the contact sheet, a list of thumbnails by field.
+            The content of each episode, by episode index, and the contact sheet: for each image
+            field a thumbnail of each episode.
         """
         num_points = self._points_of_episodes(opened)
         episodes: dict[int, Any] = {}
@@ -375,7 +385,10 @@ class Page:
         return episodes, self._pictures(episodes, budget)
 
     def _points_of_episodes(self, opened: Sequence[int]) -> dict[int, int]:
-        """Map each episode to read to its number of curve points, in the order of reading."""
+        """Choose the episodes to read.
+
+        Returns the number of points of their curves by episode index, in the order of reading.
+        """
         worst = self.order[:NUM_WORST]
         random = np.random.default_rng(0).permutation(self.order[NUM_WORST:])[:NUM_RANDOM]
         oddest = np.argsort(-self.survey.oddness, kind="stable")[:NUM_ODD]
@@ -390,7 +403,7 @@ class Page:
         """Add images to episodes until the budget is used. Returns the contact sheet.
 
         Args:
-            episodes: Map from episode index to content. The contents are changed in place.
+            episodes: Content of each episode, by episode index. It is changed in place.
             budget: Maximum number of bytes of JSON.
         """
         if not self.survey.pictures:
@@ -417,7 +430,7 @@ class Page:
 
 
 def _scan(recording: Recording, progress: bool) -> Scan:
-    """Create a scan with the collectors of all rules and of the page, without reading data."""
+    """Create a scan for all rules and for the page. It reads no data yet."""
     collectors: list[type[Collector]] = [Course]
     for rule in RULES:
         collectors += rule.collectors
@@ -441,12 +454,16 @@ def _check_readable(scan: Scan) -> None:
 
 
 def _without(paths: Sequence[Path], content: Any) -> Any:
-    """Remove the parent folders of `paths` from all texts in a JSON value."""
+    """Remove the parent folders of `paths` from all texts in a JSON value.
+
+    So the page does not reveal where a recording is stored.
+    """
     text = json.dumps(content)
     for path in paths:
         folder = str(path.parent).rstrip(os.sep) + os.sep
         pattern = re.escape(json.dumps(folder)[1:-1])
-        if folder == "/":  # Field names contain "/" too, so only remove it before the name.
+        if folder == "/":
+            # Field names contain "/" too. So remove it only before the name of the recording.
             name = re.escape(json.dumps(path.name)[1:-1])
             pattern = rf"(?<!\w)/(?={name}\b)"
         text = re.sub(pattern, "", text)

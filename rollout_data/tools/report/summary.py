@@ -33,7 +33,8 @@ _VERDICTS = {
 _CONTEXT = (
     "env", "env_id", "env_name", "robot_type", "policy", "version", "frame_rate_hz", "fps", "date",
 )  # fmt: skip
-#: Weight of a finding of each severity in the order of episodes. The outlier score adds up to 500.
+#: Weight of a finding in the order of episodes, by severity. An outlier score weighs at most 500, so
+#: that it never outweighs a warning.
 _WEIGHT = {"error": 1e6, "warning": 1e3, "info": 0.0}
 #: Maximum number of characters of a metadata value in the head.
 _MAX_TEXT = 120
@@ -65,7 +66,7 @@ def count_text(number: int, word: str) -> str:
 
 
 def head(survey: Survey, page_time: str) -> list[dict[str, str]]:
-    """Return the metadata in the head of the page as names and values, with secrets masked.
+    """Return the entries in the head of the page: metadata as names and values, without secrets.
 
     Args:
         survey: Facts of the recording.
@@ -91,7 +92,11 @@ def head(survey: Survey, page_time: str) -> list[dict[str, str]]:
 
 
 def cards(survey: Survey, diagnosis: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Build the cards: verdict, counts, size, ends, frames without findings, skipped rules."""
+    """Build the cards at the top of the page.
+
+    They show the verdict, counts, size, ends, the fraction of frames without errors or warnings,
+    and skipped rules.
+    """
     ends = Counter(survey.table["ends"].tolist())
     ends_text = ", ".join(f"{count:,} {name}" for name, count in ends.most_common())
     untouched = math.floor(1000 * _untouched_share(survey, diagnosis["findings"])) / 10
@@ -191,12 +196,12 @@ def finding_view(
     evidence: Mapping[str, Any],
     name: str,
 ) -> dict[str, Any]:
-    """Return the content of a finding on the page.
+    """Return the content of a finding on the page, as values for its template.
 
     Args:
         place: Index of the finding in the list of findings.
         finding: Finding as in `Diagnosis.as_dict`.
-        evidence: Plot of the finding, as in `Closeups.evidence`. Its keys replace default values.
+        evidence: Plot or images, as in `Closeups.evidence`. Its entries are added to the content.
         name: Name of the recording.
     """
     severity = finding["severity"]
@@ -245,7 +250,8 @@ def table(
         order: Indices of the episodes in the table, in the order of its rows.
 
     Returns:
-        Headings, and a map from column to values. The columns "facts" and "rank" have no heading.
+        The headings, and the values of each column. The table does not show the columns "facts"
+        and "rank": "facts" describes an episode in a sentence, and "rank" is its place in `order`.
     """
     rows = survey.table[order]
     numbers = order.tolist()
@@ -276,7 +282,7 @@ def table(
 
 
 def _codes_of_episodes(findings: Findings) -> dict[int, list[str]]:
-    """Map each episode to the symbols and codes of its findings, without duplicates."""
+    """Return texts such as "▲ VAL05" for the findings of each episode, without duplicates."""
     codes: dict[int, list[str]] = {}
     for finding in findings:
         text = f"{SIGNS[finding['severity']]} {finding['code']}"
@@ -291,8 +297,8 @@ def _facts(row: Mapping[str, Any], measure: str) -> str:
     """Format the table row of an episode as one line of text.
 
     Args:
-        row: Map from column to value.
-        measure: Name of the measure in which the episode has its largest z-score.
+        row: Value of the episode in each column.
+        measure: Name of the measure in which the episode differs most from the other episodes.
     """
     facts = [count_text(row["length"], "frame"), f"end: {row['end']}"]
     if row["success"]:
@@ -333,9 +339,10 @@ def options(
 
 
 def marks(survey: Survey) -> dict[Column, list[str]]:
-    """Return the labels of the chart of each dimension, which describe unusual values.
+    """Return labels for the chart of each dimension, which describe unusual values.
 
-    Labels are "not finite", "constant" and the share of values at the minimum or maximum.
+    A label is "not finite", "constant", or like "12% at a limit". The last one means that 12 % of
+    the values equal the minimum or the maximum.
     """
     texts: dict[Column, list[str]] = {}
     for column in survey.course.columns:
@@ -377,15 +384,15 @@ def finding_marks(
     name: str,
     views: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, str]]:
-    """Return a label for each finding about the dimension of a chart.
+    """Return the labels of findings for the chart of a dimension, such as "▲ VAL05".
 
-    The evidence of such a finding names the dimension, or its plot has a curve of the dimension.
+    A finding gets a label if its evidence names the dimension, or if its plot shows the dimension.
 
     Args:
         findings: As in `Diagnosis.as_dict`.
         column: Dimension of the chart.
         name: Name of the dimension.
-        views: Contents of the findings on the page; see `finding_view`.
+        views: Content of each finding on the page; see `finding_view`.
     """
     listed = []
     for finding, view in zip(findings, views, strict=True):

@@ -1,7 +1,8 @@
 """Compute value ranges of each dimension over a recording, and outlier scores of episodes.
 
-The ranges are computed while the doctor reads the data. Their memory does not depend on the
-number of frames.
+The recording is divided into buckets: ranges of successive frames, over the limits of episodes. The
+value ranges of each bucket are computed while the doctor reads the data. As the number of buckets
+is limited, memory does not depend on the number of frames.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from ..doctor.batched_reading import Array, Batch
 from ..doctor.scan import Collector, Scan
 from .embedded_data import is_picture
 
-#: Maximum number of buckets, which are ranges of consecutive frames of the recording.
+#: Maximum number of buckets.
 NUM_BUCKETS = 400
-#: Levels of the quantiles that are computed for each bucket, besides minimum and maximum.
+#: Levels of the quantiles of a bucket. Its minimum and maximum are computed too.
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 #: Index of the median among the 7 values of a bucket: minimum, 5 quantiles, maximum.
 MEDIAN = 3
 #: Approximate number of values of a bucket from which its quantiles are computed.
 _NUM_RANKED = 512
-#: A field with more dimensions also gets a chart of all its dimensions together.
+#: A field with more dimensions gets an additional chart with the values of all its dimensions.
 _MAX_APART = 64
-#: A field with more dimensions gets only the chart of all its dimensions together.
+#: A field with more dimensions gets only this chart, and none for single dimensions.
 _MAX_COLUMNS = 256
-#: Maximum number of dimensions of narrow fields, such as rewards, whose charts have priority.
+#: Maximum number of dimensions of a narrow field, such as a reward. Their charts have priority.
 _NARROW = 16
 #: Dimension of a field: the name of the field and an index, or `WHOLE` for all dimensions.
 Column = tuple[str, int]
@@ -40,13 +41,11 @@ WHOLE = -1
 class Course(Collector):
     """Collector of the value range of each dimension over the course of a recording.
 
-    The recording is divided into at most 400 buckets of consecutive frames.
-
     Attributes:
         columns: Dimensions in `levels`.
         bucket_size: Number of frames of a bucket.
-        levels: Map from column to minimum, 5 quantiles and maximum of each bucket, float64
-            `[7, buckets]`. NaN for buckets without finite values.
+        levels: Minimum, 5 quantiles and maximum of each bucket, float64 `[7, buckets]`, by column.
+            They are NaN for a bucket without finite values.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -130,9 +129,9 @@ class Survey:
         pictures: Names of the image fields.
         table: Table of the episodes, with returns.
         num_frames: Number of frames of all episodes.
-        oddness: Largest robust z-score of each episode over all measures, float64 `[num_episodes]`.
-            Measures are the length, the return and the mean of each dimension.
-        oddest: Name of the measure with the largest z-score, `[num_episodes]`.
+        oddness: Outlier score of each episode, float64 `[num_episodes]`. It is the largest robust
+            z-score of its measures: the length, the return and the mean of each dimension.
+        oddest: Name of the measure with this z-score, `[num_episodes]`.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -160,12 +159,19 @@ class Survey:
             self._score(measure, facts.mean[:, dimension], facts.numbers)
 
     def _score(self, measure: str, values: Array, numbers: Array) -> None:
-        """Update `oddness` and `oddest` of episodes with their robust z-scores in one measure."""
+        """Update `oddness` and `oddest` with the robust z-scores of episodes in one measure.
+
+        Args:
+            measure: Name of the measure.
+            values: `[n]`, value of the measure in each episode.
+            numbers: int64 `[n]`, indices of the episodes.
+        """
         finite = values[np.isfinite(values)].astype(np.float64)
         if not len(finite):
             return
         median = np.median(finite)
-        # 1.4826 times the median absolute deviation estimates the standard deviation.
+        # For normally distributed values, 1.4826 times the median absolute deviation is the standard
+        # deviation. A hundredth of the range is added, in case that most values are equal.
         spread = 1.4826 * np.median(np.abs(finite - median)) + 0.01 * np.ptp(finite)
         if not spread > 0:
             return
@@ -194,9 +200,10 @@ class Survey:
         return finite
 
     def most_important(self, weights: Mapping[Column, int], count: int) -> list[Column]:
-        """Return the `count` most important columns in field order.
+        """Return the `count` most important columns, in the order of the fields.
 
-        Charts of all dimensions come first, then narrow fields, then columns with large `weights`.
+        Columns for all dimensions of a field are the most important, then those of narrow fields.
+        Within each kind, columns with a larger weight are more important.
         """
 
         def rank(column: Column) -> tuple[Any, ...]:
