@@ -11,6 +11,7 @@ import pytest
 
 from rollout_data import RolloutWriter, doctor
 from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.doctor.episode_boundaries import Jumps
 from rollout_data.tools.doctor.rule_table import RULES
 
 GUIDE = (Path(__file__).parents[2] / "rollout_data" / "DOCTOR.md").read_text(encoding="utf-8")
@@ -97,6 +98,25 @@ def test_a_role_in_the_metadata_names_the_field_of_times(tmp_path) -> None:
         recorded(tmp_path / "named", metadata={"roles": {"clock": "time"}}), only=["TIM"]
     )
     assert {code for code, _ in named.skipped} < {code for code, _ in without.skipped}
+
+
+@pytest.mark.parametrize("role", ["time", "success", "quaternion", "task_index"])
+def test_a_role_of_a_field_of_another_width_is_ignored(tmp_path, role) -> None:
+    metadata = {"roles": {role: ["action"]}}
+    diagnosis = doctor(recorded(tmp_path / "walk", metadata=metadata, not_finite=1))
+    codes = {finding.code for finding in diagnosis.findings}
+    assert "VAL01" in codes and "FIL00" not in codes
+
+
+def test_an_error_of_a_collector_fails_only_the_rules_that_need_it(tmp_path, monkeypatch) -> None:
+    def add(self: Jumps, batch: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Jumps, "add", add)
+    findings = doctor(recorded(tmp_path / "walk", not_finite=1)).findings
+    failures = [finding.evidence for finding in findings if finding.code == "FIL00"]
+    assert failures == [{"rule": "END03", "error": "ZeroDivisionError"}]
+    assert "VAL01" in {finding.code for finding in findings}
 
 
 @pytest.mark.parametrize(("num_frozen", "severity"), [(2, "warning"), (8, "info")])

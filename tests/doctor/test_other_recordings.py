@@ -127,6 +127,17 @@ def test_a_record_with_a_wrong_checksum_is_named(at: int, tmp_path: Path) -> Non
     assert found.code == "FIL01" and len(found.trajectories) == 1
 
 
+def test_next_observations_with_another_width_do_not_disturb_other_rules(tmp_path: Path) -> None:
+    path = written(tmp_path, "d4rl")
+    with h5py.File(path, "r+") as file:
+        rows = file["observations"][()]
+        del file["next_observations"]
+        file["next_observations"] = rows[:, 1:]
+        file["actions"][3] = np.nan
+    codes = {finding.code for finding in doctor(path).findings}
+    assert "VAL01" in codes and "FIL00" not in codes
+
+
 def test_success_is_compared_with_rewards_if_the_ends_are_unknown(tmp_path: Path) -> None:
     world = walker(np.random.default_rng(0))
     for number, one in enumerate(world.episodes):

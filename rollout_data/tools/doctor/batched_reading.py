@@ -80,20 +80,24 @@ class Batch:
         return self._steps[name]
 
     def episode_of(self, rows: Array) -> tuple[Array, Array]:
-        """Return a pair for `rows` of the batch: their episode indices and their frame numbers."""
+        """Return a pair of arrays: the episode index and the frame number of each of `rows`.
+
+        `rows` are row indices in the batch.
+        """
         index = self.index_of(rows)
         return self.numbers[index], self.starts[index] + rows - self.offsets[index]
 
     def index_of(self, rows: Array) -> Array:
-        """Return the position in `numbers` of the episode to which each row in `rows` belongs."""
+        """Return an index into `numbers` for each of `rows`: the episode that has this row."""
         index: Array = np.searchsorted(self.offsets, rows, side="right") - 1
         return index
 
 
 class Collector(ABC):
-    """Base class of objects that measure all rows for a group of rules, in one pass.
+    """Base class of objects that compute a result from all rows, for one or several rules.
 
-    The scan creates the collectors in `Rule.collectors` and passes each batch to them.
+    The scan creates the collectors that the rules name in `Rule.collectors`. It reads the data once
+    and passes each batch to all collectors.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -104,7 +108,7 @@ class Collector(ABC):
         """Process a batch: complete episodes, or a piece of a long episode."""
 
     def finish(self) -> None:  # noqa: B027 - optional
-        """Complete the measurements after the last batch."""
+        """Complete the result after the last batch."""
 
 
 @dataclass
@@ -143,21 +147,23 @@ class Reading:
                 yield from self._read(numbers[places], starts, lengths[places])
 
     def pieces(self, numbers: Array, frames: int) -> Iterator[Batch]:
-        """Yield batches with the middle `frames` frames of each episode in `numbers`."""
+        """Yield batches that have only the middle `frames` frames of each episode in `numbers`."""
         counts = np.minimum(frames, self.lengths[numbers])
         starts = (self.lengths[numbers] - counts) // 2
         for places in self._grouped(numbers, counts):
             yield from self._read(numbers[places], starts[places], counts[places])
 
     def _grouped(self, numbers: Array, counts: Array) -> Iterator[Array]:
-        """Yield groups of positions in `numbers`.
+        """Divide episodes into groups that fit into one batch and have the same fields.
 
-        The episodes of a group fit one batch and have the same fields.
+        Yields the indices of the episodes of each group in `numbers`. `counts` has the number of
+        rows to read from each episode. An episode that is larger than a batch is a group by itself.
         """
         if not len(numbers):
             return
         places = np.arange(len(numbers))
         is_long = counts > self._batch_frames
+        # Successive episodes are in the same group if all of these keys are equal.
         keys = np.stack(
             [
                 (np.cumsum(counts) - 1) // self._batch_frames,

@@ -1,7 +1,8 @@
 """Measure image fields, `[T, H, W, C]` or `[T, C, H, W]`, such as brightness and sharpness.
 
-Images are uint8, or floats in [0, 1] or [0, 255]. An image is decoded once. For speed, about 512
-pixels of each frame are measured, and all pixels of every fifth frame.
+Images are uint8, or floats in [0, 1] or [0, 255]. Each image is decoded once. For speed, about 512
+pixels of each frame are compared with limits and with the previous frame. They are called compared
+pixels. Only every fifth frame is measured in all pixels. It is called an examined frame.
 """
 
 from __future__ import annotations
@@ -20,33 +21,31 @@ EVERY = 5
 #: Number of rows, and of columns, in the grid of mean colours.
 GRID = 4
 _CHANNELS = (1, 3, 4)
-#: Approximate number of pixels that are compared in every frame.
+#: Approximate number of compared pixels per frame.
 _NUM_PIXELS = 512
 #: Brightness below which a pixel counts as black, as a fraction of white.
 _BLACK = 4 / 255
 
 
 class Camera:
-    """Measurements of one image field, per episode.
-
-    Frames that are measured in all pixels are called examined.
+    """Measurements of one image field, for each of E episodes.
 
     Attributes:
         is_first: Whether the channels are the first axis of an image.
         size: Height and width in pixels.
         channels: Number of channels.
-        low: `[E]`, smallest stored value among the about 512 compared pixels of each frame.
-        high: `[E]`, largest stored value among the compared pixels.
+        low: `[E]`, smallest stored value of the compared pixels of all frames.
+        high: `[E]`, largest stored value of the compared pixels of all frames.
         dark: int64 `[E]`, number of black frames.
-        looked: int64 `[E]`, number of examined frames.
+        num_examined: int64 `[E]`, number of examined frames.
         bright: int64 `[E]`, number of examined frames in which over 30 % of the pixels are white.
         repeats: int64 `[E]`, number of frames that equal the previous frame.
         hold: int64 `[E]`, length of the longest run of repeated frames while the action changes.
-        sharp: `[E]`, sum over examined frames of the variance of the Laplacian.
-        grid: `[E, 16, C]`, sum over examined frames of the mean colours of 4 x 4 cells.
-        variation: `[E, 2, 2]`, sum over examined frames of the mean difference of adjacent pixels.
-            Second axis: channels read as declared, channels read in the other layout. Third axis:
-            vertical neighbors, horizontal neighbors.
+        sharp: `[E]`, variance of the Laplacian, summed over examined frames.
+        grid: `[E, 16, C]`, mean colour of each of 4 x 4 cells, summed over examined frames.
+        variation: `[E, 2, 2]`, mean absolute difference of adjacent pixels, summed over examined
+            frames. The second axis is the layout of the channels: as the schema declares it, and
+            the other one. The third axis is the direction: vertical, and horizontal.
     """
 
     def __init__(self, name: str, scan: Any) -> None:
@@ -60,15 +59,15 @@ class Camera:
         self.low = np.full(count, np.inf)
         self.high = np.full(count, -np.inf)
         self.dark = np.zeros(count, np.int64)
-        self.looked = np.zeros(count, np.int64)
+        self.num_examined = np.zeros(count, np.int64)
         self.bright = np.zeros(count, np.int64)
         self.repeats = np.zeros(count, np.int64)
         self.hold = np.zeros(count, np.int64)
         self.sharp = np.zeros(count)
         self.grid = np.zeros((count, GRID * GRID, self.channels))
         self.variation = np.zeros((count, 2, 2))
-        #: Map from each episode to the run of repeated frames at the end of its last batch: a pair
-        #: (length, whether the action changes).
+        #: Run of repeated frames that continues in the next batch, by episode: a pair (length,
+        #: whether the action changes during the run).
         self._open_runs: dict[int, tuple[int, bool]] = {}
 
     def add(self, batch: Batch, moves: Callable[[int, int], bool]) -> None:
@@ -76,7 +75,8 @@ class Camera:
 
         Args:
             batch: Batch that has the field.
-            moves: `moves(start, stop)` returns whether the action changes in these rows.
+            moves: Function of a range of rows, start and stop. Returns whether the action changes
+                in these rows.
         """
         frames = batch.values[self.name]
         pixels = frames.reshape(len(frames), -1)
@@ -104,10 +104,20 @@ class Camera:
         is_continued: bool,
         moves: Callable[[int, int], bool],
     ) -> None:
-        """Update `hold`, the longest run of repeated frames while the action changes."""
+        """Update `hold`, the longest run of repeated frames while the action changes.
+
+        Args:
+            number: Index of the episode.
+            is_repeat: bool `[n]`, whether each frame of the episode in the batch equals the
+                previous frame.
+            first_row: First row of the episode in the batch.
+            is_continued: Whether the episode has rows in the previous batch.
+            moves: As in `add`.
+        """
         length_before, moved_before = self._open_runs.pop(number, (0, False))
         for begin, end in runs_of(is_repeat):
-            # Both halves must have motion. A robot that starts moving in the last frame has not.
+            # The action must change in both halves of the run. Otherwise a robot at rest that
+            # starts to move in the last frame would count as a frozen camera.
             middle = first_row + (begin + end) // 2
             is_moving = moves(first_row + begin - 1, middle) and moves(middle, first_row + end)
             length = end - begin
@@ -120,7 +130,10 @@ class Camera:
                 self._open_runs[number] = (length, is_moving)
 
     def _add_brightness(self, number: int, frames: Array, pixels: Array, overlap: int) -> None:
-        """Count black frames. All pixels are tested only if the compared pixels are black."""
+        """Count the black frames of an episode, except the first `overlap` frames.
+
+        For speed, all pixels of a frame are tested only if its compared pixels are black.
+        """
         limit = _BLACK * self._white(number, frames.dtype)
         candidates = np.flatnonzero(pixels[overlap:].max(1) < limit) + overlap
         self.dark[number] += sum(float(frames[row].max()) < limit for row in candidates)
@@ -131,11 +144,11 @@ class Camera:
         return 1.0 if is_unit else 255.0
 
     def _examine(self, number: int, frames: Array, white: float) -> None:
-        """Measure colours, sharpness and layout of frames in all pixels."""
+        """Measure the colours, the sharpness and the channel layout of examined frames."""
         count = len(frames)
         declared = self._oriented(frames, False).astype(np.float32) / white * 255
         other = self._oriented(frames, True).astype(np.float32) / white * 255
-        self.looked[number] += count
+        self.num_examined[number] += count
         self.bright[number] += int(((declared >= 254).mean((1, 2, 3)) > 0.3).sum())
         for layout, values in enumerate((declared, other)):
             down = np.abs(np.diff(values, axis=1)).mean()
@@ -156,7 +169,8 @@ class Camera:
     def _oriented(self, frames: Array, is_other: bool) -> Array:
         """Return frames as `[n, H, W, C]`.
 
-        With `is_other`, the channels are read from the axis that the schema does not declare.
+        With `is_other`, the stored bytes are read in the other layout than the schema declares:
+        channels first instead of channels last, or the reverse.
         """
         is_channel_first = self.is_first != is_other
         shape = (self.channels, *self.size) if is_channel_first else (*self.size, self.channels)
@@ -164,8 +178,8 @@ class Camera:
         return np.moveaxis(pictures, 1, -1) if is_channel_first else pictures
 
     def mean(self, sums: Array) -> Array:
-        """Divide sums over examined frames, `[E, ...]`, by the number of examined frames."""
-        counts = np.maximum(1, self.looked)
+        """Return the mean over examined frames for an attribute that is a sum, `[E, ...]`."""
+        counts = np.maximum(1, self.num_examined)
         means: Array = sums / counts.reshape(-1, *[1] * (sums.ndim - 1))
         return means
 
@@ -173,7 +187,7 @@ class Camera:
 def _repeats(frames: Array, pixels: Array) -> Array:
     """Return `[n]` bool: whether each frame equals the previous frame.
 
-    `pixels` are a few pixels of each frame. For speed, they are compared before all pixels.
+    For speed, all pixels of a frame are compared only if its compared pixels `pixels` are equal.
     """
     is_repeat = np.zeros(len(frames), bool)
     is_repeat[1:] = (pixels[1:] == pixels[:-1]).all(1)
@@ -217,7 +231,7 @@ class Cameras(Collector):
                 self.is_unlike[pair] = not np.array_equal(first, second)
 
     def _moved(self, batch: Batch, start: int, stop: int) -> Iterator[bool]:
-        """Yield, for each action field, whether it changes in the rows `start:stop` of a batch."""
+        """Yield whether the action changes in the rows `start:stop`, one bool per action field."""
         for name, least in self._least.items():
             if name in batch.values:
                 with np.errstate(invalid="ignore", over="ignore"):

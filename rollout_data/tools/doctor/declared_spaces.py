@@ -1,6 +1,7 @@
 """Read the bounds of observations and actions that the metadata declare.
 
-Metadata store spaces as mappings, or as JSON texts as in Minari.
+The metadata may describe a space as gymnasium does: a box with "low" and "high", or a mapping of
+nested spaces. Minari stores this description as a JSON text.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from .batched_reading import Array
 
 
 def boxes(metadata: Mapping[str, Any], group: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the field name and the description of each box space of a group or field.
+    """Yield pairs (field name, description) for each box space that the metadata declare.
 
     Args:
-        metadata: Metadata of the recording, with "GROUP_space" or {"spaces": {"GROUP": ...}}.
+        metadata: Metadata of the recording. A space of the observations is the entry
+            "observation_space", or the entry "observation" of the mapping "spaces".
         group: "observation", "action", or the name of a field.
     """
     yield from _boxes_of(group, metadata.get(f"{group}_space"))
@@ -28,7 +30,7 @@ def boxes(metadata: Mapping[str, Any], group: str) -> Iterator[tuple[str, Mappin
 
 
 def _boxes_of(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the box spaces in a space, which may contain nested spaces."""
+    """Yield pairs (field name, description) for the box spaces in a space with the name `name`."""
     if isinstance(space, str):
         try:
             space = json.loads(space)
@@ -48,7 +50,10 @@ def _boxes_of(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def declared_bounds(scan: Any, name: str) -> tuple[Array, Array] | None:
-    """Return a pair (lower bounds, upper bounds) that the metadata declare, `[D]` each, or None."""
+    """Return the bounds of a field that the metadata declare; None if they declare none.
+
+    The result is a pair (lower bounds, upper bounds), `[D]` each.
+    """
     size = scan.schema[name].num_elements
     for group in dict.fromkeys((name, name.partition("/")[0])):
         for field, box in boxes(scan.metadata, group):

@@ -1,4 +1,9 @@
-"""Measure episode boundaries: first and final observations, jumps, next observations."""
+"""Measure episode boundaries: first and final observations, jumps, next observations.
+
+A final observation is recorded after the last step of an episode. A jump is a difference between
+successive rows that is far larger than usual. Importers often split or join episodes wrongly.
+Then an episode has a jump inside, or its final observation belongs to another episode.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ def float_observations(scan: Any) -> list[str]:
 
 
 class BoundaryRows:
-    """First, last and final observations of a sample of episodes, in continuous dimensions.
+    """First, last and final observations of episodes, in their D continuous dimensions.
 
     Attributes:
         episodes: int64 `[E]`, episodes whose first row is known.
@@ -71,13 +76,14 @@ class BoundaryRows:
         self.finals = np.stack(finals).astype(self.first.dtype)
 
     def jumps(self, rows: Array, later_rows: Array) -> Array:
-        """Return `[K]` bool: whether `rows` and `later_rows` differ by more than a usual step."""
+        """Return bool `[K]`: whether the two rows of each of K pairs differ by more than a step."""
         return jumps(rows, later_rows, self.steps)
 
     def resets(self) -> list[tuple[int, int]]:
         """Find final observations that equal the first observation of another episode.
 
-        Returns pairs (index into `numbers`, index of the other episode).
+        Returns a pair for each of them: the index into `numbers` of the episode with the final
+        observation, and the episode number of the other episode.
         """
         starts: dict[bytes, list[int]] = {}
         for number, first in zip(self.episodes.tolist(), self.first, strict=True):
@@ -93,7 +99,10 @@ class BoundaryRows:
 
 
 def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
-    """Read the final observation of an episode as `[D]`; None if a component is missing."""
+    """Read the final observation of an episode, all components concatenated to `[D]`.
+
+    Returns None if a component is missing or unreadable.
+    """
     try:
         final = scan.recording[number].final_observation
     except UnansweredError:
@@ -113,10 +122,15 @@ def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
 
 
 def jumps(rows: Array, later_rows: Array, steps: Array) -> Array:
-    """Return `[K]` bool: whether the difference of two rows is larger than a usual step.
+    """Return bool `[K]`: whether the two rows of each of K pairs differ by more than a step.
 
-    A row jumps if the difference exceeds `steps` in 1/6 of the dimensions, at least in 2. If more
-    than half of the rows jump, all rows count as jumps.
+    Two rows differ so if the difference exceeds `steps` in 1/6 of the dimensions, and in 2 or more.
+    If more than half of the pairs differ so, the result is True for all pairs.
+
+    Args:
+        rows: `[K, D]`, first row of each pair.
+        later_rows: `[K, D]`, second row of each pair.
+        steps: `[D]`, usual differences between successive rows.
     """
     num_far = (np.abs(rows - later_rows) > steps + 1e-12).sum(1)
     is_jump: Array = num_far >= max(2, rows.shape[1] / 6)
@@ -132,10 +146,10 @@ class _JumpLimits:
     Attributes:
         name: Name of the field.
         dims: int64 `[D]`, continuous dimensions.
-        usual: `[D]`, the 90 % quantile of step sizes.
-        rare: `[D]`, 1.5 times the 99.5 % quantile of step sizes.
-        mean: `[D]`, mean of first frames.
-        sd: `[D]`, standard deviation of first frames.
+        usual: `[D]`, the 90 % quantile of the absolute steps between rows.
+        rare: `[D]`, 1.5 times the 99.5 % quantile of the absolute steps.
+        mean: `[D]`, mean of the first frames of episodes.
+        sd: `[D]`, standard deviation of the first frames of episodes.
     """
 
     name: str
@@ -162,14 +176,14 @@ class Jump:
 
 
 class Jumps(Collector):
-    """Collector of frames at which a second episode seems to start inside an episode.
+    """Collector of frames inside an episode that look like the start of another episode.
 
-    In such a frame, many dimensions jump, or return to the values of a typical first frame.
+    In such a frame, many dimensions jump, or many return to the values of a typical first frame.
 
     Attributes:
         jumps: Frames that look like the start of another episode.
-        num_dims: Number of continuous dimensions. No jumps are searched if it is below
-            `MIN_JUMP_DIMS`.
+        num_dims: Number of searched dimensions. With less than `MIN_JUMP_DIMS` dimensions, no jumps
+            are searched, since a few dimensions may jump by chance.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -196,6 +210,7 @@ class Jumps(Collector):
         has_fields = all(limits.name in batch.values for limits in self._limits)
         if self.num_dims < MIN_JUMP_DIMS or not has_fields:
             return
+        # Number of dimensions with a rare step, and with an unusual step, into each row.
         num_far = np.zeros(len(batch), np.int32)
         num_moved = np.zeros(len(batch), np.int32)
         for limits in self._limits:
@@ -204,7 +219,8 @@ class Jumps(Collector):
             num_moved += (steps > limits.usual[:, None]).sum(0, dtype=np.int32)
 
         min_far = max(6, 0.35 * self.num_dims)
-        # 12 dimensions do not all return to the start by chance, so weaker evidence is enough.
+        # It is improbable that 12 or more dimensions return to a typical first frame by chance.
+        # Then fewer dimensions have to move in this step.
         is_wide = self.num_dims >= 12
         min_moved = (0.15 if is_wide else 0.3) * self.num_dims
         rows = np.flatnonzero((num_far >= min_far) | (num_moved > min_moved))
@@ -214,24 +230,28 @@ class Jumps(Collector):
         is_inner = (frames >= _MARGIN) & (frames <= self.scan.lengths[numbers] - _MARGIN)
         rows = rows[is_inner]
 
-        scores = self._scores(batch, rows)
-        scores_before = self._scores(batch, rows - 1)
-        median_before = np.median(scores_before, axis=0)
-        is_start = (scores < 4).all(0) & (scores_before.max(0, initial=0) > 12)
-        is_start &= median_before > 2
-        # Periodic motion passes the start in several similar steps, but a reset is a single step.
-        is_reset = num_moved[rows] > 0.3 * self.num_dims
-        is_reset &= self._num_single_steps(batch, rows) > 0.15 * self.num_dims
-        is_start &= is_reset | (is_wide & (median_before > 4))
+        distance = self._distance_to_start(batch, rows)
+        distance_before = self._distance_to_start(batch, rows - 1)
+        median_before = np.median(distance_before, axis=0)
+        returns_to_start = (distance < 4).all(0) & (distance_before.max(0, initial=0) > 12)
+        returns_to_start &= median_before > 2
+        # Periodic motion also returns to the start, but in several similar steps. A reset is one
+        # step that is far larger than the steps around it.
+        is_single_step = num_moved[rows] > 0.3 * self.num_dims
+        is_single_step &= self._num_single_steps(batch, rows) > 0.15 * self.num_dims
+        is_reset = returns_to_start & (is_single_step | (is_wide & (median_before > 4)))
 
-        rows = rows[(num_far[rows] >= min_far) | is_start]
+        rows = rows[(num_far[rows] >= min_far) | is_reset]
         numbers, frames = batch.episode_of(rows)
         shares = num_far[rows] / self.num_dims
         for number, frame, share in zip(numbers, frames, shares, strict=True):
             self.jumps.append(Jump(int(number), int(frame), float(share)))
 
     def _num_single_steps(self, batch: Batch, rows: Array) -> Array:
-        """Return `[n]`: how many dimensions have a step far larger than the steps around it."""
+        """Return int64 `[n]`: the number of dimensions with a single large step into each row.
+
+        A step is single if it is unusual, and 2.5 times larger than the steps before and after it.
+        """
         count = np.zeros(len(rows), np.int64)
         last_row = len(batch) - 1
         for limits in self._limits:
@@ -242,14 +262,17 @@ class Jumps(Collector):
             count += is_single.sum(0)
         return count
 
-    def _scores(self, batch: Batch, rows: Array) -> Array:
-        """Return the distance of rows to first frames, in standard deviations: `[D, n]`."""
-        scores = [np.zeros((0, len(rows)))]
+    def _distance_to_start(self, batch: Batch, rows: Array) -> Array:
+        """Return how far rows are from a typical first frame of an episode: `[D, n]`.
+
+        The unit is the standard deviation of first frames in each dimension.
+        """
+        distances = [np.zeros((0, len(rows)))]
         with np.errstate(invalid="ignore"):
             for limits in self._limits:
                 values = batch.columns(limits.name)[limits.dims][:, rows]
-                scores.append(np.abs(values - limits.mean[:, None]) / limits.sd[:, None])
-        return np.concatenate(scores)
+                distances.append(np.abs(values - limits.mean[:, None]) / limits.sd[:, None])
+        return np.concatenate(distances)
 
 
 def _jumping_dims(values: Array, steps: Array) -> Array:
@@ -257,7 +280,7 @@ def _jumping_dims(values: Array, steps: Array) -> Array:
 
     Args:
         values: `[D, S]`, sampled rows.
-        steps: `[D, S]`, sizes of sampled steps, each dimension sorted.
+        steps: `[D, S]`, absolute sampled steps, sorted in each dimension.
     """
     num_steps = steps.shape[1]
     if not num_steps:
@@ -297,8 +320,8 @@ def _jump_limits(
         name: Name of the field.
         dims: int64 `[D]`, continuous dimensions.
         values: `[D, S]`, sampled rows.
-        steps: `[D, S]`, sizes of sampled steps, each dimension sorted.
-        first: `[n, D]`, first frames.
+        steps: `[D, S]`, absolute sampled steps, sorted in each dimension.
+        first: `[n, D]`, first frames of n episodes.
     """
     last = steps.shape[1] - 1
     with np.errstate(invalid="ignore", over="ignore"):
@@ -314,14 +337,15 @@ def _jump_limits(
 
 
 class Successors(Collector):
-    """Collector that compares stored next observations with the following rows.
+    """Collector that compares stored next observations with the observations one row later.
 
     Attributes:
-        pairs: Map from each field of next observations to its field of observations.
+        pairs: Map from each field of next observations, such as "next_obs", to the field of
+            observations with the same number of elements.
         wrong: Map from field to int64 `[E]`: the number of frames in each episode whose stored next
             observation differs from the observation in the following row. Last frames do not count.
-        same: Map from field to the number of these wrong next observations that equal the current
-            observation.
+        same: Map from field to the number of wrong next observations that equal the observation in
+            their own row. Then the whole field is shifted by one row.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -331,7 +355,9 @@ class Successors(Collector):
             match = _NEXT.fullmatch(name)
             if match:
                 observation = f"observation/{match[1]}" if match[1] else "observation"
-                if observation in scan.schema:
+                if observation not in scan.numeric:
+                    continue
+                if scan.schema[observation].num_elements == scan.schema[name].num_elements:
                     self.pairs[name] = observation
         self.wrong = {name: np.zeros(scan.num_episodes, np.int64) for name in self.pairs}
         self.same = dict.fromkeys(self.pairs, 0)

@@ -1,4 +1,4 @@
-"""Examine a recording: run chosen rules on one scan and collect their findings.
+"""Examine a recording: run the chosen rules on one `Scan` and collect their findings.
 
 A rule that raises an unexpected error becomes the finding FIL00, and the other rules still run. If
 a remote store does not answer, the examination ends with an error.
@@ -42,7 +42,8 @@ from .rule_table import FAILED, RULES
 from .rules.change_scripts import change_script
 from .scan import Scan
 
-#: Error numbers of opening a path that mean that there is no file to examine.
+#: Error numbers of the operating system if it does not open a path at all. These errors are raised
+#: and not reported as a finding.
 _REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
 
 
@@ -57,7 +58,7 @@ def doctor(
 ) -> Diagnosis:
     """Examine a recording of any format for defects, by the rules in `DOCTOR.md`.
 
-    Nothing is changed.
+    The recording is not changed.
 
     Args:
         path: A file or folder of any format, or a `Recording`.
@@ -90,10 +91,10 @@ def doctor(
 
 
 def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings]) -> Diagnosis:
-    """Run rules on a scan, which must have been created with the collectors of the rules.
+    """Run rules on a scan.
 
     Args:
-        scan: Scan of the recording.
+        scan: Scan of the recording, which has the collectors of all `rules`.
         rules: Rules to run, from `rule_table.RULES`.
         changed: Map from rule code to thresholds that replace defaults of the rule.
     """
@@ -118,9 +119,11 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
 
 
 def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], str]:
-    """Run one rule. Returns a pair (defects, reason).
+    """Run one rule.
 
-    The reason says why the rule cannot be applied. It is "" for an applied rule.
+    Returns:
+        The defects, and the reason why the rule cannot be applied. The reason is "" if the rule
+        was applied.
     """
     if rule.compares and scan.is_small:
         return [], "fewer than 8 episodes or 100 frames to compare"
@@ -134,12 +137,13 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
     """Open a recording for an examination, and rebuild its index if the index is damaged.
 
     Returns:
-        (recording, None), or (None, error) if it cannot be opened.
+        The recording and None, or None and the error if the recording cannot be opened.
     """
     if isinstance(path, Recording):
         return path, None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RolloutDataWarning)  # Findings report them.
+        # The problems in these warnings become findings.
+        warnings.simplefilter("ignore", RolloutDataWarning)
         try:
             return open_source("path", path), None
         except UnansweredError:
@@ -147,7 +151,7 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
         except (DataFileError, OSError) as error:
             if isinstance(error, UsageError) or _is_refused(error, path):
                 raise
-            # Formats without an index reject this option.
+            # Formats without an index do not have this option, and raise an error.
             with suppress(RolloutDataError, OSError):
                 return open(path, on_bad_index="rebuild"), None
             if isinstance(error, RolloutDataError):
@@ -156,7 +160,7 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
 
 
 def _is_refused(error: Exception, path: DataDir) -> bool:
-    """Return whether the operating system refuses to open a path, for example a too long one."""
+    """Return whether an error means that the operating system does not open a path at all."""
     reason: BaseException | None = error
     if isinstance(error, DataFileError) and not os.path.isfile(str(path)):
         reason = error.__cause__
@@ -232,8 +236,8 @@ def _finding(rule: Rule, defects: Sequence[Defect], scan: Scan, settings: Settin
     severity = max((defect.severity or rule.severity for defect in defects), key=SEVERITIES.index)
 
     evidence: dict[str, Any] = {}
+    # If several defects have evidence of the same name, the first defect takes precedence.
     for defect in reversed(defects):
-        # The first defect comes last, so that its values replace those of other defects.
         evidence.update(defect.evidence)
     if len(settings) == 1:
         evidence["threshold"] = next(iter(settings.values()))
@@ -270,7 +274,10 @@ def _last_number(name: str) -> int:
 
 
 def _script(rule: Rule, scan: Scan) -> str:
-    """Return the script that changes the examined recording; "" if the rule has no script."""
+    """Return the script that corrects the defects of a rule in a copy of the recording.
+
+    The result is "" if the rule has no script, or if the recording cannot be opened.
+    """
     if scan.failure is not None:
         return ""
     path = scan.path if isinstance(scan.path, (str, os.PathLike)) else scan.recording.path

@@ -104,14 +104,15 @@ def _joined(parts: list[Array]) -> Array:
 class Facts:
     """Facts about a numeric field with D dimensions, per episode and for the whole recording.
 
-    Tables have a row for each of K episodes. Other arrays have an entry for each of all E episodes.
+    Arrays `[K, D]` are called tables. To limit memory, they may have only some of the E episodes.
+    Arrays `[E]` have all episodes.
 
     Attributes:
         name: Name of the field.
         field: Entry of the field in the schema.
         is_float: Whether the values are floats.
-        numbers: int64 `[K]`, episodes in the tables: all, or every k-th if the tables would be too
-            large.
+        numbers: int64 `[K]`, indices of the episodes in the tables: all examined episodes, or every
+            k-th of them if the tables would be too large.
         lengths: int64 `[K]`, number of frames of the episodes in the tables.
         low: `[K, D]`, minimum in each episode.
         high: `[K, D]`, maximum in each episode.
@@ -122,12 +123,13 @@ class Facts:
         changes: `[K, D]`, number of rows that differ from the previous row.
         num_bad: int64 `[E]`, number of NaN and infinite values.
         num_rows: Number of rows that were read.
-        scale: `[E]`, median over about 16 rows of the largest absolute value in a row, or 0.
+        scale: `[E]`, typical size of the values: the largest absolute value of a row, as the median
+            of about 16 rows that are not all 0. It is 0 if unknown.
         repeats: int64 `[E]`, number of rows that equal the previous row in all dimensions.
         hold: int64 `[E]`, length of the longest run of repeated rows.
     """
 
-    #: A value is far if its distance to the median exceeds this multiple of `spread`.
+    #: A value is far from the median if its distance exceeds this multiple of `spread`.
     far_ranges = 10.0
 
     def __init__(self, reading: Reading, name: str, examined: Array, sample: Sample) -> None:
@@ -217,7 +219,7 @@ class Facts:
         self.num_bad[batch.numbers] += np.add.reduceat(is_bad.sum(0), batch.offsets[:-1])
 
     def _add_scale(self, batch: Batch, columns: Array) -> None:
-        """Compute the scale of each episode in a batch from about 16 of its rows."""
+        """Compute `scale` of each episode that begins in a batch, from about 16 of its rows."""
         counts = np.diff(batch.offsets)
         parts = np.repeat(np.arange(len(counts)), counts)
         row_in_episode = np.arange(len(batch)) - batch.offsets[parts]
@@ -230,7 +232,7 @@ class Facts:
             self.scale[batch.numbers[parts]] = np.where(np.isfinite(medians), medians, 0)
 
     def _add_far(self, batch: Batch, columns: Array) -> None:
-        """Store the values of a batch that are far from the median."""
+        """Add the values of a batch that are far from the median to `far`."""
         is_far = (columns < self._far_low[:, None]) | (columns > self._far_high[:, None])
         is_far[:, : batch.overlap] = False
         dims, rows = np.nonzero(is_far & np.isfinite(columns))
@@ -245,13 +247,13 @@ class Facts:
     def far(self) -> Array:
         """Values whose distance to the median is more than 10 times `spread`, dtype `FAR` `[n]`.
 
-        Only about the first 100,000 are stored.
+        If there are more than about 100,000 such values, only the first of them are included.
         """
         return np.concatenate(self._far)
 
     @property
     def num_values(self) -> int:
-        """Number of values that were read, or 1 if none were read."""
+        """Number of values that were read. It is at least 1, so that it can be a divisor."""
         return max(1, self.num_rows * self.field.num_elements)
 
     @cached_property
@@ -284,7 +286,10 @@ class Facts:
         return _quantile(self.sorted_steps, np.isfinite(self.sorted_steps).sum(1), level)
 
     def usual_step(self, below: float) -> Array:
-        """Return the 99 % quantile of the sampled absolute steps smaller than `below`: `[D]`."""
+        """Return the 99 % quantile of the absolute steps, without steps of `below` or more: `[D]`.
+
+        So jumps, such as full turns of an angle, do not count as usual steps.
+        """
         return _quantile(self.sorted_steps, (self.sorted_steps < below).sum(1), 0.99)
 
     @cached_property
@@ -318,13 +323,13 @@ class Facts:
 
 
 def longest_runs(holds: Array, starts: Array) -> Array:
-    """Return int64 `[k]`: the length of the longest run of True in each part of `holds`.
+    """Return int64 `[k]`: the length of the longest run of True in each of k episodes.
 
-    A part is the rows from one start to the next. Its first row never counts.
+    The first row of an episode interrupts a run. It cannot repeat a row of the same episode.
 
     Args:
         holds: bool `[n]`, such as whether each row repeats the previous row.
-        starts: int64 `[k]`, first row of each part.
+        starts: int64 `[k]`, first row of each episode in `holds`.
     """
     is_end = np.append(~holds, True)
     is_end[starts] = True
@@ -341,7 +346,13 @@ def _sorted_finite(values: Array) -> Array:
 
 
 def _quantile(ordered: Array, count: Array, level: float) -> Array:
-    """Return a quantile of each row of `ordered`, from the first `count` values of the row."""
+    """Return a quantile of each row of `ordered`: `[D]`.
+
+    Args:
+        ordered: `[D, S]`, values in ascending order.
+        count: int64 `[D]`, number of values at the start of each row that are used.
+        level: Level of the quantile, from 0 to 1.
+    """
     width = ordered.shape[1]
     if not width:
         return np.zeros(len(ordered))
@@ -351,9 +362,16 @@ def _quantile(ordered: Array, count: Array, level: float) -> Array:
 
 
 def medians_of(parts: Array, values: Array) -> tuple[Array, Array]:
-    """Return a pair (distinct values of `parts`, median of `values` for each of them).
+    """Compute the median of each group of values.
 
     The median of an even number of values is the upper of the two middle values.
+
+    Args:
+        parts: int64 `[n]`, group of each value, such as the index of its episode.
+        values: `[n]`, values.
+
+    Returns:
+        The distinct groups in ascending order, and the median of each of them.
     """
     order = np.lexsort((values, parts))
     distinct, first, count = np.unique(parts[order], return_index=True, return_counts=True)
@@ -361,12 +379,13 @@ def medians_of(parts: Array, values: Array) -> tuple[Array, Array]:
 
 
 def worst(numbers: Array, measure: Array, aligned: bool = False) -> Array:
-    """Sort episode numbers by a measure, in descending order.
+    """Return episodes in descending order of a measure, so that the worst episode is first.
 
     Args:
-        numbers: int64 `[n]`.
-        measure: Values of all episodes, `[E]`, or of `numbers`, `[n]`, if `aligned`.
-        aligned: Whether `measure` is aligned with `numbers`.
+        numbers: int64 `[n]`, indices of the episodes to sort.
+        measure: Measure of each episode of the recording, `[E]`. With `aligned`, it has only the
+            episodes in `numbers`, `[n]`.
+        aligned: Whether `measure` has one value for each of `numbers`.
     """
     values = measure if aligned else measure[numbers]
     ordered: Array = numbers[np.argsort(-values, kind="stable")]
@@ -374,7 +393,7 @@ def worst(numbers: Array, measure: Array, aligned: bool = False) -> Array:
 
 
 def runs_of(mask: Any) -> list[tuple[int, int]]:
-    """Return a pair (start, stop) for each run of True in a mask."""
+    """Return a pair (start, stop) for each run of True in a bool array."""
     padded = np.concatenate([[False], mask, [False]]).astype(np.int8)
     edges = np.flatnonzero(np.diff(padded))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

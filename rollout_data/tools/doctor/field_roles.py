@@ -1,4 +1,7 @@
-"""Find the roles of fields, such as time or quaternion, from metadata or field names."""
+"""Find the roles of fields from metadata or field names.
+
+A role is the meaning of a field for the rules, such as "time" or "quaternion".
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,9 @@ _ALIASES = {"timestamp": "time", "quat": "quaternion"}
 def roles_of(metadata: Mapping[str, Any], schema: Schema) -> dict[str, list[str]]:
     """Map each role to its fields. Roles in the metadata take precedence over field names.
 
+    A quaternion field has 4 elements per quaternion. Fields of other roles, except "heading", have
+    one element. A role does not apply to a field with another number of elements.
+
     Args:
         metadata: Metadata of the recording; "roles" maps fields to roles, or roles to fields.
         schema: Fields of the recording.
@@ -32,15 +38,17 @@ def roles_of(metadata: Mapping[str, Any], schema: Schema) -> dict[str, list[str]
     fields: dict[str, list[str]] = {role: [] for role in _PATTERNS}
     for name, field in schema.items():
         role = declared.get(name) or _role_by_name(name)
-        if not role:
-            continue
-        if role == "quaternion":
-            has_right_width = field.num_elements % 4 == 0
-        else:
-            has_right_width = field.num_elements == 1
-        if has_right_width or role == "heading" or name in declared:
+        if role and _has_right_width(role, field.num_elements):
             fields.setdefault(role, []).append(name)
     return fields
+
+
+def _has_right_width(role: str, num_elements: int) -> bool:
+    """Return whether a field with this number of elements may have a role."""
+    if role == "quaternion":
+        return num_elements % 4 == 0
+    is_any_width = role == "heading" or role not in _PATTERNS
+    return is_any_width or num_elements == 1
 
 
 def _declared_roles(metadata: Mapping[str, Any], schema: Schema) -> dict[str, str]:

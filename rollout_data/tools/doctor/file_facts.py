@@ -1,6 +1,9 @@
 """Collect facts about the files of a recording: block headers, and errors of reading them.
 
 Damaged files raise no error here. Their errors are stored, so that rules can report them.
+
+A trajectory may be stored in several blocks. Its rows in one block are called a fragment. The blocks
+of a writer have ascending sequence numbers.
 """
 
 from __future__ import annotations
@@ -52,13 +55,13 @@ _PARTS = np.dtype(
         ("block", "<i8"),
     ]
 )
-#: Maximum number of fragments in a block that are read; more mean a damaged table.
+#: Maximum number of fragments of a block that are read. A table with more fragments is damaged.
 _MAX_FRAGMENTS = 1 << 22
-#: Exclusive upper limit of trajectory numbers. Larger numbers mean damage.
+#: Exclusive upper limit of trajectory numbers. A table with larger numbers is damaged.
 _MAX_TRAJECTORY = 1 << 40
 #: Maximum bytes of an index cache that is read.
 _MAX_CACHE_BYTES = 1 << 28
-#: Exceptions that reading a damaged table of fragments may cause.
+#: Exceptions that reading a damaged table of fragments may raise.
 _BAD_TABLE = (
     RolloutDataError,
     OSError,
@@ -138,13 +141,11 @@ class ExaminedFiles:
 
     @cached_property
     def steps(self) -> tuple[Array, Array]:
-        """Position of each of the P fragments in `parts` relative to the previous fragment.
+        """Gaps and overlaps between the P fragments in `parts`, as two arrays.
 
-        A pair of arrays: whether it starts a trajectory, and how many frames are missing before it.
-
-        Returns:
-            Whether a fragment is the first one of its trajectory: bool `[P]`.
-            Number of frames missing before the fragment, negative for an overlap: int64 `[P]`.
+        bool `[P]`: whether a fragment is the first one of its trajectory.
+        int64 `[P]`: number of frames that are missing before a fragment. It is negative if the
+        fragment overlaps the previous fragment of its trajectory.
         """
         parts = self.parts
         is_first = np.ones(len(parts), bool)
@@ -167,7 +168,10 @@ class ExaminedFiles:
         return list(dict.fromkeys(f"{self.writers[writer]}:{number}" for writer, number in pairs))
 
     def holes(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (writer, first, stop) for each gap in the sequence numbers of a writer's blocks."""
+        """Yield each gap in the sequence numbers of a writer's blocks, as (writer, first, stop).
+
+        The blocks `first` to `stop - 1` are missing.
+        """
         matches = [_BLOCK.fullmatch(name) for name in self.bad]
         bad = [match.groups() for match in matches if match]
         for writer in self.writers:
@@ -188,16 +192,20 @@ class ExaminedFiles:
     ) -> list[str]:
         """Infer which trajectories have frames in the missing or unreadable blocks `first:stop`.
 
-        These are the trajectories that have not ended before these blocks, or continue after them
-        with a gap.
+        They are inferred from the readable blocks of the writer. A trajectory that begins before
+        the gap has frames in the gap unless it ends before it. So does a trajectory that continues
+        after the gap with missing frames.
 
         Args:
             writer: Name of the writer.
-            first: Sequence number of the first block.
-            stop: Sequence number of the last block, plus 1.
-            exists: Whether the file of the block exists. If so, the trajectory numbers that no
-                other block has are in it. Otherwise they may be the numbers of dropped
-                trajectories.
+            first: Sequence number of the first block in the gap.
+            stop: Sequence number of the last block in the gap, plus 1.
+            exists: Whether the files of the blocks exist but are unreadable. Then they also have
+                the trajectories whose numbers no readable block has. Otherwise these numbers may
+                belong to trajectories that were dropped.
+
+        Returns:
+            Names of the trajectories, in ascending order.
         """
         parts = self.parts[:0]
         if writer in self.writers:
@@ -205,11 +213,12 @@ class ExaminedFiles:
         before = parts[parts["sequence"] < first]
         after = parts[parts["sequence"] >= stop]
 
-        # Trajectories that begin before the blocks and do not end before them.
+        # These trajectories begin before the gap and do not end before it.
         has_end = before["flags"] & ENDS > 0
         numbers = set(before["trajectory"].tolist()) - set(before["trajectory"][has_end].tolist())
 
-        # Trajectories that continue after the blocks. Without a gap, they have no frames in them.
+        # These trajectories continue after the gap. They have frames in the gap only if their first
+        # frame after the gap does not follow their last frame before it.
         stops = before["start"] + before["length"]
         stop_of = dict(zip(before["trajectory"].tolist(), stops.tolist(), strict=True))
         heads = after[np.unique(after["trajectory"], return_index=True)[1]]
@@ -222,6 +231,7 @@ class ExaminedFiles:
                 numbers.discard(number)
 
         if exists and (len(before) or first == 0):
+            # These trajectories begin and end in the gap. Numbers ascend in the order of beginning.
             last_known = int(heads["trajectory"].max(initial=-1))
             unknown_from = int(before["trajectory"].max(initial=-1)) + 1
             begun_later = heads["trajectory"][is_beginning]
@@ -232,8 +242,8 @@ class ExaminedFiles:
     def trajectories_of_bad_block(self, name: str) -> list[str]:
         """Return the names of the trajectories in a block with an unreadable header.
 
-        They are taken from the first available source: the error of the block, its table of
-        fragments, the index cache, or the trajectory numbers that other blocks lack.
+        The first available source is used: the error of the block, its table of fragments, the
+        index cache of the folder, or else `trajectories_in`.
         """
         match = _BLOCK.fullmatch(name)
         writer = match[1] if match else ""
@@ -249,7 +259,10 @@ class ExaminedFiles:
         return [f"{writer}:{number}" for number in numbers]
 
     def _numbers_in_table(self, name: str) -> list[int] | None:
-        """Read the trajectory numbers in a block's table of fragments; None if it is unreadable."""
+        """Read the trajectory numbers in the table of fragments of a block.
+
+        Returns None if the table is unreadable.
+        """
         with suppress(*_BAD_TABLE), open_hdf5(self.path / name) as (file, _):
             table = file["fragments"]
             if table.dtype == FRAGMENT_DTYPE and table.shape[0] < _MAX_FRAGMENTS:
@@ -283,9 +296,11 @@ class ExaminedFiles:
         return {name: place for place, name in enumerate(names)}
 
     def located(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the arguments `trajectories` and `left_out` of a `Defect` about named episodes.
+        """Return keyword arguments of `Defect` that name the affected episodes.
 
-        Names that the recording does not contain are in `left_out`, unless they name a folder.
+        "trajectories" has the indices of the episodes. "left_out" has the names that the recording
+        does not contain, because these episodes are damaged. The name of a trajectory folder stands
+        for all episodes in it.
         """
         places: list[int] = []
         left_out: list[str] = []
@@ -301,7 +316,10 @@ class ExaminedFiles:
         return {"trajectories": places, "left_out": left_out}
 
     def _places_in_folder(self, folder: str) -> list[int]:
-        """Return the indices of the episodes in a trajectory folder, named "folder:number"."""
+        """Return the indices of the episodes in a trajectory folder.
+
+        The format of trajectory folders names an episode "folder:number".
+        """
         places = self._place_of.items()
         return [place for name, place in places if name.rpartition(":")[0].endswith(folder)]
 
@@ -316,9 +334,10 @@ class ExaminedFiles:
         return noted
 
     def defects(self, *kinds: str) -> Iterator[Defect]:
-        """Yield a defect for each unreadable block and each problem with one of `kinds`.
+        """Yield a defect for each error that has one of `kinds`.
 
-        Problems of reading are included only if the data were read before this call.
+        Errors of reading blocks and of opening the recording are known. Errors of reading episodes
+        are included only if the data were read before this call.
         """
         for name, problem in self.bad.items():
             if self._kind_of_bad_block(name) in kinds:
@@ -343,7 +362,7 @@ class ExaminedFiles:
 def kind_of(problem: RolloutDataError) -> str:
     """Return the kind of a problem, such as "unreadable" or "unsafe"; "" if it is unknown.
 
-    The kind is its attribute `kind`, or else follows from its type.
+    The kind is the attribute `kind` of the error. If that is empty, the class of the error decides.
     """
     if isinstance(problem, UnsafeFileError):
         return "unsafe"
@@ -359,7 +378,7 @@ def most_frequent(schemas: Iterable[Schema]) -> Schema:
 
 
 def is_whole_hdf5(path: Path) -> bool:
-    """Return whether a file starts as HDF5 and is not shorter than its superblock states."""
+    """Return whether a file is HDF5 and has at least the size that its superblock states."""
     try:
         with open(open_regular(path), "rb") as file:
             head = file.read(48)

@@ -28,12 +28,12 @@ Settings = Mapping[str, float]
 
 
 class Inapplicable(Exception):
-    """Raised by a rule that cannot be applied to a recording. The message is the reason."""
+    """Raised if a rule cannot be applied to a recording. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Defect:
-    """Defect that the check function of a rule yields.
+    """Defect of a recording that the check function of a rule has found.
 
     All defects that a rule finds in one field are combined into one finding.
 
@@ -41,12 +41,13 @@ class Defect:
         field: Name of the field; None if the defect concerns the whole recording.
         message: Sentence about the defect, with measured values.
         trajectories: Indices of the affected episodes in the recording.
-        frames: Affected frames as (episode, start, stop), the worst first. 20 of them are stored.
+        frames: Affected frame ranges as (episode, start, stop), the worst first. A finding stores
+            the first 20 ranges of its defects.
         evidence: Measured values by name. The finding adds the thresholds.
         severity: One of `SEVERITIES`; "" means the severity of the rule.
         advice: Next step for the user; "" means the advice of the rule.
-        left_out: Names of affected trajectories that are not in the opened recording, because a
-            part of them is missing. Each name ends with a number.
+        left_out: Names of affected trajectories that are not in the opened recording, because they
+            are incomplete or damaged. Each name ends with a number.
     """
 
     field: str | None = None
@@ -75,9 +76,9 @@ CHECKS: dict[str, RegisteredCheck] = {}
 
 
 def checks(code: str, *collectors: type[Any]) -> Callable[[Check], Check]:
-    """Return a decorator that registers a function as the check of the rule `code`.
+    """Return a decorator that registers a function as the check function of the rule `code`.
 
-    `collectors` are the collector classes that the function reads with `Scan.collected`.
+    `collectors` are the collector classes whose results the function reads by `Scan.collected`.
     """
 
     def register(check: Check) -> Check:
@@ -158,8 +159,8 @@ class Finding:
         code: Code of the rule.
         name: Name of the rule.
         group: Group of the rule.
-        severity: Severity of the rule, unless a defect has another. May be lowered to "info" if
-            most episodes have the defect.
+        severity: Worst severity of the defects. It is lowered to "info" if more than half of the
+            episodes are affected and the rule is not `absolute`.
         title: Sentence that describes the defect.
         message: Sentence about the defect in this recording, with measured values.
         advice: Next step for the user.
@@ -168,9 +169,10 @@ class Finding:
         trajectories: Indices in `places`, then the numbers at the ends of the names in `left_out`.
         frames: Up to 20 frame ranges (episode, start, stop), the worst first.
         evidence: Measured values and thresholds by name.
-        left_out: Names of affected trajectories that cannot be opened, because a part of them is
-            missing or damaged.
-        script: Python code that writes a copy with changed values; "" if there is none.
+        left_out: Names of affected trajectories that are not in the opened recording, because they
+            are incomplete or damaged.
+        script: Python script that writes a copy of the recording with corrected values; "" if the
+            rule has none.
     """
 
     code: str

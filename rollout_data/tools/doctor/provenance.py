@@ -1,4 +1,4 @@
-"""Find the origin of the data, and private data such as tokens, in metadata."""
+"""Search metadata for the origin of the data, and for private data such as tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: Facts about the origin of the data, and the metadata keys that may state each fact.
+#: Facts about the origin of the data. For each fact, the metadata keys that may state it.
 ORIGINS: dict[str, tuple[str, ...]] = {
     "env": (
         "env",
@@ -52,7 +52,7 @@ _SECRETS = {
 }
 #: Pattern of metadata keys whose values are secrets.
 _SECRET_KEYS = re.compile(r"(?i).*(api_?key|token|secret|passw(or)?d|credential)s?$")
-#: Minimum number of characters of a value to count as a secret because of its key.
+#: Minimum length of a value that counts as a secret because of its key, in characters.
 _MIN_SECRET = 8
 #: Maximum depth to which nested metadata are searched.
 _MAX_DEPTH = 8
@@ -68,7 +68,13 @@ def secrets_of(
     key: str = "metadata",
     depth: int = 0,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield private data in nested metadata, each as (key, kind of data, masked text)."""
+    """Yield private data in nested metadata, each as (key, kind, masked text).
+
+    Args:
+        metadata: Metadata, or a value in it.
+        key: Dotted path of keys that leads to `metadata`.
+        depth: Number of levels above `metadata`.
+    """
     if isinstance(metadata, str):
         for kind, secret in _secrets_in_text(metadata, key):
             yield key, kind, f"{secret[:3]}{'*' * 8}"

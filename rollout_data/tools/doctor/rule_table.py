@@ -21,7 +21,7 @@ from .rules import (
     value_rules,
 )
 
-#: Modules with check functions, which are registered when a module is imported.
+#: Modules with check functions. Importing them registers the functions in `CHECKS`.
 _RULE_MODULES = (
     structure_rules,
     episode_end_rules,

@@ -1,12 +1,13 @@
 """`Scan`: the object through which the rules of `doctor` read a recording.
 
-Rules read the recording only through the scan. All data are read in one pass, when a rule first
-needs them, and shared by all rules.
+Reading all data is called the pass. It happens once, when a rule first needs its results: the facts
+about each field, and the results of the collectors. All rules share these results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from storage.core.fields import Schema
-from storage.errors import RolloutDataError
+from storage.errors import RolloutDataError, UnansweredError
 
 from ...sources.recordings.recording import Recording
 from .batched_reading import Array, Reading, evenly_spread
@@ -26,15 +27,16 @@ from .findings import MAX_FRAMES, Inapplicable
 
 #: Maximum number of elements per frame of a numeric field. Larger fields are treated as images.
 MAX_ELEMENTS = 4096
-#: Minimum number of episodes, and of frames, for rules that compare episodes.
+#: Minimum number of episodes of a recording for rules that compare episodes.
 _MIN_EPISODES = 8
+#: Minimum number of frames of a recording for rules that compare episodes.
 _MIN_FRAMES = 100
 
 
 class Columns(dict[str, Array]):
-    """Columns of `Recording.table`, read when first used.
+    """Columns of `Recording.table` by name. A column is read when it is first used.
 
-    The column `return` (sum of rewards) is NaN here, because it would need all data.
+    The column `return` (sum of rewards) is NaN, because computing it would read all rewards.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -54,11 +56,12 @@ class Scan:
     """Facts and data of a recording for an examination.
 
     Attributes:
-        failure: Error if the recording could not be opened, or None.
+        failure: Error of opening the recording; None if it was opened.
         path: Path as the caller passed it.
-        examined: int64, indices of the episodes whose data are read: all, or an even sample.
-        unreadable: Episodes that could not be read, as (episode, error).
-        with_pictures: Whether image fields are read too.
+        examined: int64, indices of the episodes whose data are read: all episodes, or evenly spaced
+            ones.
+        unreadable: Episodes that could not be read, as (index, error).
+        with_pictures: Whether the pass also reads image fields.
     """
 
     def __init__(
@@ -174,29 +177,30 @@ class Scan:
 
     @cached_property
     def sample(self) -> Sample:
-        """Evenly spaced sample of the numeric fields. It has all rows of a small recording."""
+        """Sample of the rows of numeric fields. It has all rows of a small recording."""
         return Sample(self._reading(self.numeric), self.examined)
 
     @cached_property
     def facts(self) -> dict[str, Facts]:
-        """Facts about each numeric field, by name. Reads all data if necessary."""
+        """Facts about each numeric field, by name. Runs the pass if it has not run."""
         self._pass  # noqa: B018
         return self.sample_facts
 
     @cached_property
     def sample_facts(self) -> dict[str, Facts]:
-        """Facts about each numeric field that are known before all data are read, for collectors.
+        """Facts about each numeric field, by name, without running the pass.
 
-        They are the same objects as in `facts`, but only facts about the sample are known.
+        Before the pass, only facts that depend on the sample are valid, such as quantiles.
+        Collectors use these facts, because they are created before the pass.
         """
         reading = self._reading(self.numeric)
         return {name: Facts(reading, name, self.examined, self.sample) for name in self.numeric}
 
     def computed(self, cls: type[Computed]) -> Computed:
-        """Return `cls(scan)`, which is created once for all rules.
+        """Return the object `cls(scan)`, which is created once and shared by all rules.
 
         Raises:
-            Inapplicable: The constructor raised this error, also in an earlier call.
+            Inapplicable: The constructor raised this error in this call or in an earlier one.
         """
         if cls not in self._computed:
             try:
@@ -210,21 +214,32 @@ class Scan:
         return result
 
     def collected(self, cls: type[CollectorType]) -> CollectorType:
-        """Return the collector of class `cls`, after all data were read."""
+        """Return the collector of class `cls` with its result. Runs the pass if it has not run.
+
+        Raises:
+            Exception: Any error that the collector raised during the pass.
+        """
         self._pass  # noqa: B018
+        if cls in self._collector_errors:
+            raise self._collector_errors[cls]
         collector = self._collectors[cls]
         assert isinstance(collector, cls)
         return collector
 
     @cached_property
     def _pass(self) -> None:
-        """Read all data once, and pass each batch to all facts and collectors."""
+        """Read all data once, and pass each batch to all facts and collectors.
+
+        If a collector raises an error, the pass continues without this collector.
+        """
         if not len(self.examined):
             raise Inapplicable("there are no episodes")
         names = [*self.numeric, *(self.pictures if self.with_pictures else ())]
         self._collectors: dict[type[Collector], Collector] = {}
+        self._collector_errors: dict[type[Collector], Exception] = {}
         for cls in self._collector_types:
-            self._collectors[cls] = cls(self)
+            with self._storing_errors_of(cls):
+                self._collectors[cls] = cls(self)
 
         if self.sample.is_all and names == self.numeric:
             batches = iter(self.sample.batches)
@@ -240,29 +255,44 @@ class Scan:
             for batch in batches:
                 for facts in self.sample_facts.values():
                     facts.add(batch)
-                for collector in self._collectors.values():
-                    collector.add(batch)
+                for cls, collector in self._collectors.items():
+                    if cls not in self._collector_errors:
+                        with self._storing_errors_of(cls):
+                            collector.add(batch)
                 bar.update(len(batch) - batch.overlap)
-        for collector in self._collectors.values():
-            collector.finish()
+        for cls, collector in self._collectors.items():
+            if cls not in self._collector_errors:
+                with self._storing_errors_of(cls):
+                    collector.finish()
+
+    @contextmanager
+    def _storing_errors_of(self, cls: type[Collector]) -> Iterator[None]:
+        """Store an error of a collector, so that only the rules that need it fail."""
+        try:
+            yield
+        except UnansweredError:
+            raise
+        except Exception as error:  # noqa: BLE001 - `collected` raises it
+            self._collector_errors[cls] = error
 
     def read(self, number: int, name: str, start: int = 0, stop: int | None = None) -> Array:
-        """Read a field of one episode as `[T, D]`, in addition to the pass over all data."""
+        """Read a field of one episode a second time, after the pass: `[T, D]`."""
         values = np.asarray(self.recording[number].read(name, start, stop))
         return values.reshape(len(values), -1)
 
     def runs(
         self, numbers: Array, name: str, test: Callable[..., Array], *arguments: Any
     ) -> list[tuple[int, int, int]]:
-        """Return triples (episode, start, stop): the ranges of frames for which a test is True.
+        """Return the frame ranges in which a field passes a test, as (episode, start, stop).
 
-        Only the first 20 episodes are tested.
+        To limit the time, only the first 20 episodes are read.
 
         Args:
-            numbers: Indices of the episodes to test.
-            name: Field to test.
-            test: `test(rows, *arguments)` returns bool `[T]` for rows, or bool `[T - 1]` for steps
-                between rows. Both rows of a step are then in the range.
+            numbers: Indices of the episodes to read.
+            name: Name of the field.
+            test: Function that is called as `test(rows, *arguments)` with the rows of an episode,
+                `[T, D]`. Returns bool `[T]` for a test of rows, or bool `[T - 1]` for a test of the
+                steps between rows. A range has both rows of a step.
             arguments: Further arguments of `test`.
         """
         frames = []
@@ -274,7 +304,7 @@ class Scan:
         return frames
 
     def whole(self, numbers: Array) -> list[tuple[int, int, int]]:
-        """Return frame ranges (episode, start, stop) that cover the first 20 of `numbers`."""
+        """Return a frame range (episode, start, stop) for all frames of the first 20 episodes."""
         return [(number, 0, int(self.lengths[number])) for number in numbers[:MAX_FRAMES].tolist()]
 
     @property

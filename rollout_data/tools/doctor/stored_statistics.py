@@ -1,7 +1,7 @@
 """Read statistics and reward sums that files store in addition to the data.
 
-They concern single episodes or the whole recording. Malformed statistics are skipped, since other
-rules report damaged files.
+A file may store statistics of single episodes, or of the whole recording. Malformed statistics are
+skipped, because other rules report damaged files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_BYTES = 1 << 24
 STATISTICS = "meta/stats.json"
 #: File with the statistics of each episode in a LeRobot dataset of version 2.
 _EPISODE_STATISTICS = "meta/episodes_stats.jsonl"
-#: Statistics of rewards, and their names in the metadata of Minari episodes.
+#: Key of each reward statistic in the metadata of a Minari episode.
 _MINARI_REWARDS = {"mean": "rewards_mean", "min": "rewards_min", "max": "rewards_max"}
 
 
@@ -53,7 +53,7 @@ class RewardSums:
         numbers: int64 `[K]`, indices of the episodes.
         stored: `[K]`, stored sums.
         computed: `[K]`, sums computed from the rows.
-        scale: `[K]`, magnitude by which a difference is divided for a relative error.
+        scale: `[K]`, typical size of a sum. A difference of sums is judged relative to it.
     """
 
     field: str
@@ -64,7 +64,7 @@ class RewardSums:
 
 
 def _parsed(field: str, stored: Any) -> Iterator[StoredStatistics]:
-    """Parse the statistics of a field; yield nothing if they are malformed or empty."""
+    """Yield the parsed statistics of a field, or nothing if they are malformed or empty."""
     if not isinstance(stored, Mapping):
         return
     values: dict[str, Array] = {}
@@ -79,7 +79,7 @@ def _parsed(field: str, stored: Any) -> Iterator[StoredStatistics]:
 
 
 def _of_features(scan: Any, stored: Any) -> Iterator[StoredStatistics]:
-    """Parse LeRobot statistics, a mapping from feature to statistics; yield them by field."""
+    """Parse LeRobot statistics, a mapping by feature name. Yields the statistics of each field."""
     if not isinstance(stored, Mapping):
         return
     features = scan.metadata.get("features") or {}
@@ -195,9 +195,12 @@ def reward_sums(scan: Any) -> RewardSums | None:
 
 
 def _stored_in_blocks(scan: Any) -> dict[int, float]:
-    """Map episode indices to stored sums of rewards, from the block headers of a folder."""
+    """Read the stored sum of rewards of each episode from the block headers of a folder.
+
+    Returns a map from episode index to sum.
+    """
     sums: dict[str, float] = {}
-    # A dict, so that a second copy of a block is not counted twice.
+    # If two files are copies of a block, only one of them is counted.
     headers = {(header.writer, header.sequence): header for header in scan.files.headers.values()}
     for header in headers.values():
         if header.reward_sums.shape[1] == 1:
@@ -211,7 +214,10 @@ def _stored_in_blocks(scan: Any) -> dict[int, float]:
 
 
 def _stored_in_minari(scan: Any) -> dict[int, float]:
-    """Map episode indices to stored sums of rewards, for the first 2000 Minari episodes."""
+    """Read the stored sum of rewards of the first 2000 episodes of a Minari dataset.
+
+    Returns a map from episode index to sum.
+    """
     sums: dict[int, float] = {}
     for place in range(min(scan.num_episodes, _MAX_EPISODES)):
         total = scan.recording.info(place).metadata.get("rewards_sum")

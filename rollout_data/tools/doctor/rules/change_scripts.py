@@ -1,8 +1,8 @@
 """Generate Python scripts by which users can correct measured values.
 
-`repair` changes no measured value. A finding therefore contains a script, which the user reads,
-adapts and runs. It opens the recording, examines it by one rule, changes each episode in the
-findings, and writes all episodes to a new folder with `RolloutWriter`.
+`repair` changes no measured value. Therefore, a finding contains a script that the user reads,
+adapts and runs. The script examines the recording by one rule, corrects the affected episodes, and
+writes all episodes to a new folder with `RolloutWriter`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ..findings import Rule
 
 @dataclass(frozen=True)
 class Change:
-    """Python code that corrects an episode with a finding.
+    """Code in a script that corrects one episode.
 
     Attributes:
-        body: Body of the function `change(fields, ends, finding, place)`, which replaces rows in
-            `fields` or flags in `ends`. `place` is the index of the episode.
-        is_of_all: Whether episodes that the finding does not name are changed too.
+        body: Body of the function `change(fields, ends, finding, place)`. It changes `fields`, the
+            rows of the episode by field, or `ends`, its flags. `place` is the index of the episode.
+        is_of_all: Whether the script corrects all episodes, even if the finding names only some.
     """
 
     body: str
     is_of_all: bool = False
 
 
-#: Code that corrects the defect of each rule.
+#: Code that corrects the defect of a rule, by rule code.
 CHANGES: dict[str, Change] = {
     "END11": Change(
         """
@@ -237,9 +237,10 @@ def change_script(rule: Rule, recording: Recording, path: str) -> str:
 
     Args:
         rule: Rule of the finding.
-        recording: Recording with the finding. The script converts other formats to block files.
-        path: Path of the recording. The new folder is PATH-changed. For a URL, PATH is the last
-            part of the URL.
+        recording: Examined recording. If it has another format than block files, the script
+            converts it first.
+        path: Path of the recording. The script writes to a new folder with "-changed" appended to
+            this path. For a URL, the folder is named after the last part of the URL.
     """
     if rule.code not in CHANGES:
         return ""
@@ -263,7 +264,10 @@ def change_script(rule: Rule, recording: Recording, path: str) -> str:
 
 
 def _writer_options(recording: Recording) -> str:
-    """Return Python code: dict items with the `RolloutWriter` options for a copy."""
+    """Return Python code with the options of the `RolloutWriter` that writes the copy.
+
+    The code consists of dict items, each after a comma.
+    """
     options = ""
     if recording.format != FORMAT_NAME or recording.metadata.get("obs_disassemble_mapping"):
         name = "obs_disassemble_mapping"

@@ -31,10 +31,10 @@ _MAX_DUPLICATES = 10_000
 
 @checks("END01")
 def never_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report a recording without any end, and open trajectories that their environment left.
+    """Report a recording in which no trajectory ends, and open trajectories that should have ended.
 
-    A trajectory is open if its recording stopped before it ended. The last trajectory of an
-    environment may be open.
+    A trajectory is open if its recording stopped before it ended. In block files, only the last
+    trajectory of an environment may be open, because the next one starts after an end.
     """
     table = scan.columns
     is_open = table["ends"] == "open"
@@ -57,7 +57,8 @@ def never_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
         is_wrong = has_successor & is_open[order[:-1]]
         if is_wrong.any():
             yield Defect(
-                message=f"{int(is_wrong.sum())} open trajectories are not the last of their env",
+                message=f"{int(is_wrong.sum())} open trajectories are not the last ones of their "
+                "environment",
                 trajectories=order[:-1][is_wrong],
             )
 
@@ -129,7 +130,7 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Defect]:
     if not facts:
         raise Inapplicable("neither observations nor actions")
     is_discrete = not any(field.is_continuous.any() for field in facts)
-    # Short episodes with discrete values may be equal by chance.
+    # Episodes with discrete values may be equal by chance if they are short.
     min_frames = settings["frames"] * (5 if is_discrete else 1)
 
     first_with: dict[bytes, int] = {}
@@ -148,7 +149,10 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _fingerprint(facts: list[Facts], row: int) -> bytes:
-    """Return bytes that are equal for equal episodes: length, first and last row, extremes."""
+    """Return bytes that are equal for equal episodes, and rarely equal for different episodes.
+
+    They consist of the length, and of the first row, last row, minimum and maximum of each field.
+    """
     length = int(facts[0].lengths[row]).to_bytes(8, "little")
     rows: list[Array] = []
     for field in facts:
@@ -189,7 +193,7 @@ def two_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _is_gymnasium(scan: Scan) -> bool:
-    """Return whether the data come from gymnasium, whose steps may have both end flags set."""
+    """Return whether the data come from gymnasium, which may set both end flags of a step."""
     if scan.recording.format == "minari":
         return True
     names = [scan.metadata.get(key) for key in ("env", "env_name", "env_id")]
@@ -222,7 +226,7 @@ def one_row_more(scan: Scan, settings: Settings) -> Iterator[Defect]:
             )
     try:
         boundaries = scan.computed(BoundaryRows)
-    except Inapplicable:  # No final observations to compare.
+    except Inapplicable:  # The recording has no final observations to compare.
         return
     is_equal = (boundaries.finals == boundaries.last).all(1)
     is_equal &= scan.lengths[boundaries.numbers] > 1
@@ -249,9 +253,10 @@ def _share_of_inner_zeros(scan: Scan, name: str) -> float:
 
 
 def _with_reset_as_final(scan: Scan, settings: Settings) -> Array:
-    """Return the episodes whose final observation is the first one of another episode.
+    """Return the episodes whose final observation is the first observation of another episode.
 
-    The result is empty if there are only few such episodes.
+    The result is empty if they are fewer than 2, or fewer than the fraction `settings["resets"]` of
+    the episodes with a final observation.
     """
     boundaries = scan.computed(BoundaryRows)
     rows = [row for row, _ in boundaries.resets()]
@@ -288,9 +293,10 @@ def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Defect]:
         num_wrong = int(successors.wrong[name].sum())
         num_inner = np.maximum(scan.lengths - 1, 0)[scan.examined].sum()
         if num_wrong > settings["share"] * num_inner:
-            message = f"{name!r} is not the following {observation!r} in {num_wrong:,} frames"
+            message = f"{name!r} differs from {observation!r} of the following row in "
+            message += f"{num_wrong:,} frames"
             if successors.same[name] > 0.9 * num_wrong:
-                message += ", but the current one: it is shifted"
+                message += "; it equals that of the same row, so it is shifted by one row"
             yield Defect(
                 name,
                 message,
@@ -301,7 +307,10 @@ def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _next_is_reset(scan: Scan, name: str, observation: str) -> Iterator[Defect]:
-    """Report episodes whose last next observation equals the first one of the next episode."""
+    """Report episodes whose last stored next observation is the first row of the next episode.
+
+    `name` is the field of next observations, and `observation` the field of observations.
+    """
     stored = scan.facts[name].last[:-1]
     first = scan.facts[observation].first[1:]
     last = scan.facts[observation].last[:-1]
@@ -318,7 +327,10 @@ def _next_is_reset(scan: Scan, name: str, observation: str) -> Iterator[Defect]:
 
 @checks("END10")
 def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report first rows that are the final observation of the previous episode, from autoreset."""
+    """Report episodes whose first row is the final observation of the previous episode.
+
+    Vectorized environments with autoreset produce such rows if they reset in the step after an end.
+    """
     boundaries = scan.computed(BoundaryRows)
     min_count = max(2, settings["share"] * len(boundaries.numbers))
     pairs = [pair for pair in boundaries.resets() if scan.lengths[pair[1]] > 1]
@@ -327,7 +339,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
     final_rows, numbers = np.array(pairs).T
     is_near = ~boundaries.jumps(boundaries.finals[final_rows], boundaries.last[final_rows])
 
-    # An episode needs two rows to show whether the observation jumps after its first row.
+    # Read two rows of each episode, to test whether the observation jumps after the first row.
     names = float_observations(scan)
     rewards = scan.group("reward")
     starts = np.zeros(len(numbers), np.int64)
@@ -341,7 +353,8 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
     is_jump = boundaries.jumps(observations[0::2], observations[1::2])
     if (is_jump & is_near & is_unrewarded).sum() >= min_count:
-        # If most episodes have a reset row, the others probably have one that causes no jump.
+        # A reset row may be so close to the second row that there is no jump. So report all
+        # candidates if there is a jump in enough of them.
         chosen = numbers[is_unrewarded]
         yield Defect(
             "observation",
@@ -353,7 +366,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END11")
 def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report termination by a time limit: nearly all episodes have the same length."""
+    """Report terminations that probably are a time limit: nearly all episodes are equally long."""
     ends = scan.columns["ends"]
     has_ended = np.isin(ends, ("terminated", "truncated"))
     if has_ended.sum() < settings["episodes"]:

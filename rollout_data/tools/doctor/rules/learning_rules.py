@@ -13,7 +13,7 @@ from ..field_facts import worst
 from ..findings import MAX_FRAMES, Defect, Inapplicable, Settings, checks
 from ..scan import Collector, Scan
 
-#: Minimum number of episodes for comparing returns, or success with ends.
+#: Minimum number of episodes for rules about returns, and about success and termination.
 _MIN_EPISODES = 8
 #: Maximum number of task names in the evidence of a finding.
 _MAX_LISTED = 8
@@ -23,7 +23,7 @@ class Rewards(Collector):
     """Collector of sums and counts of the rewards in each episode.
 
     Attributes:
-        is_known: Whether there is one reward for each frame.
+        is_known: Whether the recording has exactly one reward per frame.
         total: `[E]`, sums of rewards; NaN for episodes that were not read.
         num_nonzero: int64 `[E]`, number of rewards other than 0.
         num_rows: int64 `[E]`, number of frames that were read.
@@ -61,7 +61,7 @@ class Successes(Collector):
     """Collector of the first frame with success in each episode.
 
     Attributes:
-        first: int64 `[E]`, first frame with success; -1 without success.
+        first: int64 `[E]`, first frame whose success flag is true; -1 if there is none.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -123,7 +123,11 @@ def _share_of_equal_frames(
     lag: int,
     tolerance: float,
 ) -> float:
-    """Return the fraction of sampled frames whose action equals the observation `lag` later."""
+    """Return the fraction of sampled frames with an action that equals a later observation.
+
+    The action is compared with the observation `lag` frames later, in its continuous dimensions.
+    `tolerance` is the largest accepted difference, as a fraction of the range of the action.
+    """
     facts = scan.facts[action]
     dims = np.flatnonzero(facts.is_continuous)
     limit = tolerance * np.maximum(facts.spread, 1e-30)[dims, None]
@@ -183,7 +187,8 @@ def reward_late(scan: Scan, settings: Settings) -> Iterator[Defect]:
 def _success(scan: Scan) -> Array:
     """Return the success of each episode, int64 `[E]`: 1, 0, or -1 if unknown.
 
-    Success flags of frames are used only if no episode has success in its metadata.
+    The metadata of the episodes decide. If none of them has an entry for success, an episode is
+    successful if any of its frames has the success flag.
     """
     success = scan.columns["success"].astype(np.int64)
     if (success < 0).all() and scan.roles["success"]:
@@ -196,12 +201,14 @@ def _success(scan: Scan) -> Array:
 
 
 class _Comparison(NamedTuple):
-    """A sign of success other than the success flag: a positive reward, or a termination.
+    """Other evidence of success, to compare with the recorded success.
+
+    A positive sum of rewards, or a termination instead of a truncation, usually means success.
 
     Attributes:
         label: "reward" or "termination".
-        numbers: int64 `[K]`, episodes for which both success and the sign are known.
-        is_positive: bool `[K]`, whether the sign means success.
+        numbers: int64 `[K]`, episodes for which the success and this evidence are known.
+        is_positive: bool `[K]`, whether the evidence means success.
     """
 
     label: str
@@ -220,29 +227,38 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
         is_success = success[numbers] == 1
         differs = is_success != is_positive
         share = differs.mean()
-        if label == "termination":
-            # If one of the 4 combinations is rare, the data follow a rule, such as "every success
-            # terminates", and do not contradict each other.
-            cells = [
-                np.mean((is_success == expected) & (is_positive == other))
-                for expected in (True, False)
-                for other in (True, False)
-            ]
-            is_relation = min(cells) < 0.03
-        else:
-            is_relation = share > 0.95
-        if share >= settings["share"] and not is_relation:
-            if share > 0.5 and label == "termination":
-                # If they disagree in most episodes, the episodes in which they agree are wrong.
-                differs = ~differs
-            wrong = numbers[differs]
-            message = f"success contradicts the {label} in {len(wrong)} trajectories"
-            yield Defect(None, message, wrong, evidence={"share": share})
-            return
+        if share < settings["share"] or _have_plain_relation(label, is_success, is_positive):
+            continue
+        if share > 0.5 and label == "termination":
+            # In this task, success means truncation. The episodes that agree are the wrong ones.
+            differs = ~differs
+        wrong = numbers[differs]
+        message = f"success contradicts the {label} in {len(wrong)} trajectories"
+        yield Defect(None, message, wrong, evidence={"share": share})
+        return
+
+
+def _have_plain_relation(label: str, is_success: Array, is_positive: Array) -> bool:
+    """Return whether a plain rule relates success and other evidence, so that neither is wrong.
+
+    Rewards have one if they are the opposite of success in nearly all episodes.
+    Terminations have one if one of the 4 combinations of success and termination is rare. Then the
+    data follow a rule such as "every success terminates".
+    """
+    if label == "reward":
+        return bool(np.mean(is_success != is_positive) > 0.95)
+    shares = []
+    for success in (True, False):
+        for positive in (True, False):
+            shares.append(np.mean((is_success == success) & (is_positive == positive)))
+    return bool(min(shares) < 0.03)
 
 
 def _success_comparisons(scan: Scan, success: Array) -> list[_Comparison]:
-    """Return the rewards and terminations to compare with success, each for 8 or more episodes."""
+    """Return the evidence to compare with success: rewards if they are sparse, and terminations.
+
+    Evidence that is known for fewer than 8 episodes is left out.
+    """
     ends = scan.columns["ends"]
     has_ended = np.isin(ends, ["terminated", "truncated", "unknown"])
     ended = np.flatnonzero(has_ended & (success >= 0))
@@ -286,7 +302,7 @@ def return_outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
         raise Inapplicable("most returns are equal")
     farthest, second = np.argsort(-distance, kind="stable")[:2]
 
-    # The sum of a long episode may be large without a defect, so its mean must be unusual too.
+    # A long episode may have a large return without a defect. So its mean reward must be unusual.
     means = returns / np.maximum(1, rewards.num_rows[known])
     mean_distance = np.abs(means - np.median(means))
     if mean_distance[farthest] <= settings["deviations"] * np.median(mean_distance):
@@ -377,7 +393,7 @@ def _unknown_indices(scan: Scan, name: str, declared: list[str]) -> Iterator[Def
     numbers = facts.numbers[was_read & ~is_known]
     if len(numbers):
         strange = sorted({*lowest.tolist(), *highest.tolist()} - indices)
-        message = f"{len(numbers)} trajectories have an undeclared index of a task"
+        message = f"{len(numbers)} trajectories have an undeclared task index"
         evidence = {"indices": strange[:_MAX_LISTED], "declared": len(declared)}
         yield Defect(name, message, numbers, scan.whole(numbers), evidence)
 

@@ -11,17 +11,19 @@ from ..field_facts import worst
 from ..findings import Defect, Settings, checks
 from ..scan import Collector, Scan
 
-#: Two successive quaternions with a smaller dot product differ by a change of sign.
+#: If the dot product of two successive quaternions is smaller, their signs differ.
 _FLIP = -0.9
 #: Maximum difference between the norm of a quaternion and 1.
 _NORM = 0.02
 
 
 class Rotations(Collector):
-    """Collector of facts about quaternion fields, per episode.
+    """Collector of facts about quaternion fields, for each of E episodes.
+
+    A field with `Q * 4` elements has Q quaternions.
 
     Attributes:
-        num_off: Number of rows with a norm other than 1, int64 `[E]`, by field.
+        num_off: Number of rows in which the norm of a quaternion is not 1, int64 `[E]`, by field.
         num_flips: Number of rows in which a quaternion changes its sign, int64 `[E]`, by field.
         mean: Mean of the Q quaternions over the first batch of each episode, `[E, Q, 4]`, by field.
             The sign of each quaternion is chosen so that its largest component is positive.
@@ -57,7 +59,11 @@ class Rotations(Collector):
 
 
 def _means(rows: Array, batch: Batch) -> Array:
-    """Return the mean quaternions of each episode, `[k, Q, 4]`, after unifying their signs."""
+    """Return the mean quaternions of each of k episodes in a batch: `[k, Q, 4]`.
+
+    A quaternion and its negative are the same rotation. So the largest component is made positive
+    before computing the mean.
+    """
     largest = np.take_along_axis(rows, np.abs(rows).argmax(-1)[..., None], -1)
     counts = np.diff(batch.offsets)[:, None, None]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -130,7 +136,11 @@ def _order_of(
     quaternion: int,
     mean: Array,
 ) -> Iterator[Defect]:
-    """Report episodes in which one quaternion has another component order.
+    """Report the episodes in which the components of a quaternion have another order.
+
+    A small rotation has w as its largest component: the first one in wxyz, the last one in xyzw.
+    The episodes form two groups by this position. The smaller group has another order if its
+    quaternions resemble those of the larger group after rolling the components by one.
 
     `quaternion` is the index of the quaternion in the field. `mean` `[E, 4]` is its mean in each
     episode.
@@ -144,15 +154,17 @@ def _order_of(
         return
     rolled = np.roll(mean[few], 1 if largest[few[0]] == 3 else -1, axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
+        # Distances of the smaller group to the larger group, in standard deviations of the larger.
         centre = mean[many].mean(0)
         spread = np.maximum(mean[many].std(0), 0.01)
         before = np.abs((mean[few].mean(0) - centre) / spread).max()
         after = np.abs((rolled.mean(0) - centre) / spread).max()
-        single = np.median(np.abs(rolled - centre) / spread, axis=0).mean()
-    # A few episodes may differ from the others even after reordering, but far less than before.
-    # `single` excludes half turns, after which only some components fit.
-    fits = after < max(settings["after"], before / 8) and single < before / 4
-    if before > settings["before"] and fits:
+        typical_after = np.median(np.abs(rolled - centre) / spread, axis=0).mean()
+    # The groups may differ a little even after rolling, so `after` is compared with `before` too.
+    is_near = after < max(settings["after"], before / 8)
+    # If the smaller group has half turns instead, rolling makes only some components similar.
+    is_near &= typical_after < before / 4
+    if before > settings["before"] and is_near:
         evidence = {
             "deviations_before": before,
             "deviations_after_rolling": after,

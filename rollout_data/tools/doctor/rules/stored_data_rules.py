@@ -31,7 +31,7 @@ from ..stored_statistics import (
 
 _CHUNK = re.compile(r"traj_\d+_(\d+)\.(?:pickle|pkl)")
 _JOURNAL = re.compile(r"\.rollout_(.+)\.journal")
-#: Pattern of the file names in a folder of each format. `_ANYWHERE` has names for all formats.
+#: For each format, the pattern of the file names that belong to a folder of this format.
 _EXPECTED = {
     FORMAT_NAME: r"rollout_.+\.h5|metadata\.json|damaged|trajectory_.*",
     "lerobot": r"norm_stats\.json",
@@ -41,6 +41,7 @@ _EXPECTED = {
     "minari": r"main_data\.hdf5|(namespace_)?metadata\.json",
     "rlds": r"(dataset_info|features|metadata|dataset_statistics.*)\.json|.*tfrecord.*",
 }
+#: Alternatives of the pattern for file names that may be in a folder of any format.
 _ANYWHERE = r"|repair\.json|rollout_conversion\.jsonl|README.*|LICEN[CS]E.*|report.*\.html"
 #: Maximum number of episodes whose metadata are searched for private data.
 _NUM_SEARCHED = 100
@@ -59,7 +60,7 @@ def sums(scan: Scan, settings: Settings) -> Iterator[Defect]:
         if len(wrong):
             stored = rewards.stored[wrong[0]]
             computed = rewards.computed[wrong[0]]
-            message = f"stored sums of {rewards.field!r} differ from the rows, "
+            message = f"stored sums of {rewards.field!r} differ from the sums of the rows, "
             message += f"such as {stored:.6g} and {computed:.6g}"
             evidence = {"largest": float(error[wrong].max())}
             yield Defect(rewards.field, message, rewards.numbers[wrong], evidence=evidence)
@@ -75,7 +76,16 @@ def _compared(
     place: int,
     share: float,
 ) -> Iterator[Defect]:
-    """Yield the first stored statistic of an episode that disagrees with the episode's rows."""
+    """Yield a defect if a stored statistic of an episode disagrees with the rows of the episode.
+
+    If several statistics disagree, only the first one is reported.
+
+    Args:
+        statistics: Stored statistics of a field in the episode.
+        facts: Facts about the field, computed from the rows.
+        place: Index of the episode.
+        share: Accepted difference, as a fraction of the value.
+    """
     row = np.flatnonzero(facts.numbers == place)
     if not len(row) or (facts.low > facts.high)[row].all():
         # Nothing to compare, because the rows of the episode were not read.
@@ -91,7 +101,7 @@ def _compared(
         if (error > allowed).any():
             dim = int(np.argmax(error - allowed))
             message = f"the stored {key} of {statistics.field!r}[{dim}] is {stored[dim]:.6g}, "
-            message += f"and the rows have {computed[dim]:.6g}"
+            message += f"and the computed one is {computed[dim]:.6g}"
             evidence = {key: float(stored[dim]), "rows": float(computed[dim])}
             yield Defect(statistics.field, message, [place], evidence=evidence)
             return
@@ -186,10 +196,10 @@ def _damaged_notes(scan: Scan, name: str, header: BlockHeader) -> Iterator[Defec
 
 @checks("FIL03")
 def truncated_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report truncated chunk files: chunks that end after the last frame that was read.
+    """Report truncated chunk files of trajectory folders.
 
-    Opening a recording does not report a truncated chunk that was written recently, because its
-    writer may still be running.
+    The name of a chunk has its stop frame. A chunk is truncated if fewer frames were read. Opening
+    a recording does not report a recent truncated chunk, because its writer may still be running.
     """
     if scan.failure is not None or scan.recording.format != "trajectory-folders":
         return
@@ -207,7 +217,7 @@ def truncated_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _last_chunk_stop(folder: Path) -> int:
-    """Return the stop frame in the name of a folder's last chunk; -1 without chunks."""
+    """Return the stop frame in the name of the last chunk in a folder; -1 without chunks."""
     if not folder.is_dir():
         return -1
     matches = [_CHUNK.fullmatch(name) for name in os.listdir(folder)]
@@ -216,20 +226,21 @@ def _last_chunk_stop(folder: Path) -> int:
 
 @checks("FIL04")
 def leftovers(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report temporary files of writers that have died."""
+    """Report temporary files of writers that have died, and recordings marked as unfinished."""
     folder = scan.files.path
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    in_use: list[str] = []
+    prefixes_in_use: list[str] = []
     for name in names:
         match = _JOURNAL.fullmatch(name)
         if match and is_alive(folder / name):
-            in_use += [f".tmp_rollout_{match[1]}_", f".rollout_{match[1]}.j"]
+            writer = match[1]
+            prefixes_in_use += [f".tmp_rollout_{writer}_", f".rollout_{writer}.j"]
     for name in names:
         is_temporary = name.startswith((".tmp_", ".rollout_", ".packing"))
-        if is_temporary and not name.startswith(tuple(in_use)):
+        if is_temporary and not name.startswith(tuple(prefixes_in_use)):
             yield Defect(message=f"{name!r} belongs to a writer that has ended")
     if scan.metadata.get("is_unfinished") is True:
-        yield Defect(message="the writer of this set has not finished it")
+        yield Defect(message="the metadata mark the recording as unfinished")
 
 
 @checks("FIL05")
@@ -239,7 +250,7 @@ def strangers(scan: Scan, settings: Settings) -> Iterator[Defect]:
     if not folder.is_dir():
         return
     root = os.path.realpath(folder)
-    # In the cache of the Hugging Face hub, all files of a snapshot are links to another folder.
+    # A snapshot in the cache of the Hugging Face hub consists of links to another folder of it.
     is_hub_snapshot = os.path.basename(os.path.dirname(root)) == "snapshots"
     is_ours = scan.files.folder is not None
     expected = _expected_names(scan)
@@ -297,7 +308,8 @@ def lossy(scan: Scan, settings: Settings) -> Iterator[Defect]:
         deviations = np.nanstd(scan.facts[name].sorted, axis=1, dtype=np.float64)
         sd = float(np.nanmedian(deviations))
         if error > settings["share"] * sd:
-            message = f"{name!r} was coded with errors up to {error:.3g}, and varies by {sd:.3g}"
+            message = f"the codec of {name!r} has errors up to {error:.3g}, and the standard "
+            message += f"deviation of the values is {sd:.3g}"
             yield Defect(name, message, evidence={"error": error, "sd": sd})
 
 
@@ -305,7 +317,7 @@ def lossy(scan: Scan, settings: Settings) -> Iterator[Defect]:
 def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report metadata that do not name the environment from which the data come.
 
-    In folders of block files, a key with the value null counts as stated.
+    A folder of block files may state that it has no environment, by a key with the value null.
     """
     if scan.failure is not None:
         raise Inapplicable("the recording cannot be opened")

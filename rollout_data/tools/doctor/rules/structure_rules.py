@@ -21,7 +21,7 @@ from ..file_facts import most_frequent
 from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
-#: Names of end flags. An episode whose recording was cut may lack these fields.
+#: Names of end flags. These fields may be missing in an episode whose recording was cut.
 _END_FLAGS = {"dones", "terminals", "timeouts"}
 _SPLIT = re.compile(r"(?:(.*)[_-])?(train|training|valid|validation|val|test|eval)")
 #: Maximum number of trajectory names in a message.
@@ -40,7 +40,8 @@ def _trajectories_in(header: BlockHeader) -> list[str]:
 @checks("STR08")
 def counts(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report stored lengths, totals and ranges that disagree with the data."""
-    # In other formats, an index may refer to rows after the end of the data.
+    # In other formats than block files, an index that refers to rows outside of the data has wrong
+    # counts too.
     if scan.files.folder is None:
         yield from scan.files.defects("outside")
     if scan.failure is not None or scan.problems:
@@ -81,8 +82,10 @@ def gap(scan: Scan, settings: Settings) -> Iterator[Defect]:
         np.int64,
     )
     is_first, missing = files.steps
-    is_oldest = (oldest_of_writer > 0) & (parts["sequence"] == oldest_of_writer)
-    is_pruned = is_first & is_oldest
+    # If a writer's oldest block is not block 0, retention has removed the blocks before it. Then a
+    # trajectory in the oldest block may have lost its first frames, which is no defect.
+    is_pruned = is_first & (oldest_of_writer > 0) & (parts["sequence"] == oldest_of_writer)
+    # Other rules report the trajectories that have lost frames in an unreadable block.
     explained: set[str] = set()
     for name in files.bad:
         explained.update(files.trajectories_of_bad_block(name))
@@ -128,7 +131,7 @@ def shared(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("STR05")
 def twice(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report blocks and trajectories that exist twice, and names that contradict the content."""
+    """Report blocks and trajectories that exist twice, and names that contradict their content."""
     yield from _blocks_with_wrong_names(scan)
     files = scan.files
     is_first, missing = files.steps
@@ -190,9 +193,9 @@ def fields_differ(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _episodes_with_other_fields(scan: Scan) -> Iterator[Defect]:
-    """Report episodes whose fields differ from most other episodes.
+    """Report episodes whose fields differ from those of most other episodes.
 
-    If the only difference is missing fields, which may be intended, the severity is lower.
+    The severity is lower if fields are only missing, because that may be intended.
     """
     scan.facts  # noqa: B018 - some readers know the fields of an episode after it is read
     schemas = [scan.recording.info(place).schema for place in range(scan.num_episodes)]
@@ -256,28 +259,28 @@ def _wrong_spaces(scan: Scan) -> Iterator[Defect]:
 def splits(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report episodes in both train and test splits, and splits that name missing episodes."""
     try:
-        parts = {name: set(part.ids) for name, part in scan.recording.split().items()}
+        ids_of = {name: set(split.ids) for name, split in scan.recording.split().items()}
     except UsageError as error:
-        raise Inapplicable("the files name no parts") from error
-    for name, other in combinations(parts, 2):
-        both = parts[name] & parts[other]
+        raise Inapplicable("the recording defines no splits") from error
+    for name, other in combinations(ids_of, 2):
+        both = ids_of[name] & ids_of[other]
         if both and _exclude_each_other(name, other):
             message = f"{len(both)} episodes are in {name!r} and in {other!r}"
             yield Defect(message=message, **scan.files.located(both))
-    yield from _parts_behind_the_end(scan)
+    yield from _splits_after_the_end(scan)
 
 
 def _exclude_each_other(name: str, other: str) -> bool:
-    """Return whether two parts must be disjoint, such as "fast_train" and "fast_test"."""
+    """Return whether two splits must be disjoint, such as "fast_train" and "fast_test"."""
     match = _SPLIT.fullmatch(name.lower())
     other_match = _SPLIT.fullmatch(other.lower())
     if match is None or other_match is None:
         return False
-    # Five letters are compared, so that "train" and "training" count as the same part.
+    # Five letters are compared, so that "train" and "training" count as the same split.
     return match[1] == other_match[1] and match[2][:5] != other_match[2][:5]
 
 
-def _parts_behind_the_end(scan: Scan) -> Iterator[Defect]:
+def _splits_after_the_end(scan: Scan) -> Iterator[Defect]:
     """Report splits in the metadata whose range of episodes ends after the last episode."""
     ranges = scan.metadata.get("splits")
     if not isinstance(ranges, Mapping):
@@ -285,7 +288,7 @@ def _parts_behind_the_end(scan: Scan) -> Iterator[Defect]:
     num_episodes = scan.num_episodes
     declared = scan.metadata.get("total_episodes")
     if scan.problems and isinstance(declared, int):
-        # `num_episodes` does not count unreadable episodes, which the ranges include.
+        # The ranges count unreadable episodes too, which `scan.num_episodes` does not.
         num_episodes = max(num_episodes, declared)
     for name, text in ranges.items():
         stop = str(text).partition(":")[2]

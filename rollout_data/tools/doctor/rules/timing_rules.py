@@ -1,4 +1,8 @@
-"""Rules TIM: clocks, repeated and frozen frames, delays, and robots at rest."""
+"""Rules TIM: clocks, repeated and frozen frames, delays, and robots at rest.
+
+A clock is a field with the role "time". The main clock is the one that is compared with the declared
+frame rate and with the other clocks. A time step is the difference of two successive times.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,13 @@ from ..scan import Collector, Scan
 
 #: Number of time units per second for each suffix of a field name.
 _UNITS = {"_ns": 1e9, "_us": 1e6, "_ms": 1e3, "_s": 1.0}
-#: Maximum jitter of a clock for which gaps count as dropped frames.
+#: Maximum jitter of a regular clock. In other clocks, a large step is no evidence of dropped frames.
 _MAX_JITTER = 0.15
 #: Largest lag in frames for which correlations are computed.
 _LAGS = 40
-#: Maximum, and then minimum, number of episodes from which correlations are computed.
+#: Maximum number of episodes from which correlations are computed.
 _MAX_CORRELATED = 64
+#: Minimum number of episodes from which correlations are computed.
 _MIN_CORRELATED = 3
 #: Maximum number of values in a table of the roughness of actions.
 _MAX_CELLS = 6_000_000
@@ -31,15 +36,16 @@ _NUM_COMPARED = 512
 
 
 class Clocks(Collector):
-    """Collector of statistics of the time steps of each clock, per episode.
+    """Collector of statistics of the time steps of each clock, for each of E episodes.
 
-    A clock is a field with times. Values are NaN for episodes without time steps.
+    Values are NaN for episodes without time steps.
 
     Attributes:
         median: Median time step, `[E]`, by field.
         low: Smallest time step, `[E]`, by field.
         high: Largest time step, `[E]`, by field.
-        jitter: 90 % quantile of the relative difference to the median step, `[E]`, by field.
+        jitter: Irregularity of the time steps, `[E]`, by field: the 90 % quantile of the
+            differences between a step and the median step, divided by the median step.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -63,11 +69,19 @@ class Clocks(Collector):
                     self._add_steps(batch, name, parts[is_inner], steps)
 
     def _add_steps(self, batch: Batch, name: str, parts: Array, steps: Array) -> None:
-        """Update the facts with time steps `[n]`; `parts` `[n]` are their episodes in the batch."""
+        """Update the statistics of a clock with the time steps in a batch.
+
+        Args:
+            batch: The batch.
+            name: Name of the clock.
+            parts: int64 `[n]`, the episode of each step as an index into `batch.numbers`.
+            steps: `[n]`, time steps.
+        """
         present, medians = medians_of(parts, steps.astype(np.float64))
         typical = np.ones(len(batch.numbers))
         typical[present] = np.where(medians == 0, 1, np.abs(medians))
         distance = np.abs(steps / typical[parts] - 1)
+        # Sort the distances within each episode. The quantile is at 90 % of the episode's steps.
         order = np.lexsort((distance, parts))
         _, first, count = np.unique(parts, return_index=True, return_counts=True)
         place = first + np.minimum(count - 1, (0.9 * count).astype(np.int64))
@@ -84,13 +98,16 @@ class Clocks(Collector):
 
 
 class Actions(Collector):
-    """Collector of the changes of continuous actions, per episode.
+    """Collector of the changes of continuous actions, for each of E episodes.
+
+    The action of a frame changes if it differs from the previous action by more than 1 % of its
+    range.
 
     Attributes:
-        first: int64 `[E]`, first frame whose action changes by more than 1 % of its range, or -1.
-        last: int64 `[E]`, last frame with such a change, or -1.
-        rough: Roughness, `[E, D]`, by field: the mean squared second difference, divided by the
-            variance. NaN if unknown.
+        first: int64 `[E]`, first frame in which the action changes; -1 if it never does.
+        last: int64 `[E]`, last frame in which the action changes; -1 if it never does.
+        rough: Roughness of each dimension, `[E, D]`, by field: the mean squared second difference
+            of the values, divided by their variance. NaN if unknown.
         is_known: Whether any action has a continuous dimension.
     """
 
@@ -135,9 +152,15 @@ class Actions(Collector):
 
 
 def _roughness(batch: Batch, columns: Array, steps: Array) -> Array:
-    """Return the roughness of actions: the mean squared second difference over the variance.
+    """Return the roughness of each dimension in each of k episodes of a batch: `[D, k]`.
 
-    The result is `[D, k]`, and NaN for episodes with less than 10 frames.
+    Roughness is the mean squared second difference of the values, divided by their variance. It is
+    NaN for episodes with less than 10 frames.
+
+    Args:
+        batch: The batch.
+        columns: `[D, n]`, values of the actions.
+        steps: `[D, n]`, differences between successive values.
     """
     starts = batch.offsets[:-1]
     counts = np.diff(batch.offsets)
@@ -157,7 +180,10 @@ def _roughness(batch: Batch, columns: Array, steps: Array) -> Array:
 
 
 def _main_clock(scan: Scan) -> str:
-    """Return the name of the main clock: the first time field, preferably not an observation."""
+    """Return the name of the main clock: the first clock that is not an observation.
+
+    If all clocks are observations, it is the first one.
+    """
     names = scan.role("time")
     others = [name for name in names if not name.startswith("observation/")]
     return (others or names)[0]
@@ -168,7 +194,7 @@ def _time_steps(rows: Array) -> Array:
 
 
 def _median_jitter(scan: Scan, name: str) -> float:
-    """Return the median, over all episodes, of the jitter of a clock; 0 without time steps."""
+    """Return the jitter of a clock in the median episode; 0 without time steps."""
     jitter = scan.collected(Clocks).jitter[name]
     known = jitter[np.isfinite(jitter)]
     return float(np.median(known)) if len(known) else 0.0
@@ -176,9 +202,9 @@ def _median_jitter(scan: Scan, name: str) -> float:
 
 @checks("TIM01", Clocks)
 def not_increasing(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report clocks that decrease, and a main clock that does not increase.
+    """Report clocks that decrease within an episode, and a main clock that repeats a time.
 
-    Other clocks may repeat a time, for example the clocks of slow sensors.
+    Other clocks may repeat a time. The clock of a slow sensor does.
     """
     for name in scan.role("time"):
         low = scan.collected(Clocks).low[name]
@@ -206,7 +232,7 @@ def dropped(scan: Scan, settings: Settings) -> Iterator[Defect]:
     name = _main_clock(scan)
     clocks = scan.collected(Clocks)
     if _median_jitter(scan, name) > _MAX_JITTER:
-        raise Inapplicable("the clock is irregular as a whole (TIM02)")
+        raise Inapplicable("the clock is irregular in all frames, which TIM02 reports")
     with np.errstate(invalid="ignore"):
         is_known = clocks.median[name] > 0
         ratio = np.where(is_known, clocks.high[name] / clocks.median[name], 0)
@@ -224,7 +250,9 @@ def dropped(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 class Repeats(Collector):
-    """Collector of rows that equal the previous row in all float observations and actions.
+    """Collector of repeated rows, which equal the previous row in observations and actions.
+
+    Actions and observations with a continuous dimension are compared.
 
     Attributes:
         names: Names of the compared fields; empty without a continuous observation.
@@ -252,7 +280,7 @@ def repeated(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report recordings in which many frames were recorded twice."""
     repeats = scan.collected(Repeats)
     if not repeats.names:
-        raise Inapplicable("no observation of floats")
+        raise Inapplicable("no continuous observation")
     num_steps = max(1, int((scan.lengths[scan.examined] - 1).sum()))
     share = repeats.count.sum() / num_steps
     if share > settings["share"]:
@@ -270,7 +298,7 @@ def rate(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report a main clock whose rate differs from the declared frame rate."""
     declared = scan.declared_rate_hz
     if declared is None:
-        raise Inapplicable("no fps or frame_rate_hz is declared")
+        raise Inapplicable("the metadata have neither fps nor frame_rate_hz")
     name = _main_clock(scan)
     units = [units for ending, units in _UNITS.items() if name.endswith(ending)]
     if not units and scan.schema[name].numpy_dtype.kind in "iu":
@@ -360,16 +388,21 @@ def lag(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _is_periodic(autocorrelation: Array, limit: float) -> bool:
-    """Return whether an autocorrelation rises above `limit` again after it has fallen below 0.3."""
+    """Return whether an action repeats itself, according to its autocorrelation by lag.
+
+    The autocorrelation of a periodic action falls below 0.3 and then rises above `limit` again.
+    """
     fallen = np.flatnonzero(autocorrelation < 0.3)
     return not len(fallen) or bool(autocorrelation[fallen[0] :].max() > limit)
 
 
 def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Array, Array]:
-    """Correlate the steps of an action with themselves, and with the steps of an observation.
+    """Correlate the steps of an action with later steps.
 
-    Both results are `[41]`, at lags of 0 to 40 frames. They are empty if fewer than 3 sampled
-    episodes have 80 frames.
+    Returns:
+        The autocorrelation of the action, and its correlation with the observation `name`. Both
+        have one value for each lag from 0 to 40 frames: `[41]`. They are empty if fewer than 3
+        sampled episodes have 80 or more frames.
     """
     autocorrelation = np.zeros(_LAGS + 1)
     correlation = np.zeros(_LAGS + 1)
@@ -391,7 +424,10 @@ def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Arra
 
 
 def _lagged_products(steps: Array, later_steps: Array) -> Array:
-    """Return the mean product of `steps` with `later_steps` at each lag, `[41]`, from `[D, n]`."""
+    """Return the correlation of two arrays of normalized steps `[D, n]` at each lag: `[41]`.
+
+    At the lag k, a step in `steps` is multiplied by the step k rows later in `later_steps`.
+    """
     early = steps[:, : steps.shape[1] - _LAGS]
     later = sliding_window_view(later_steps, early.shape[1], axis=1)
     products: Array = np.einsum("dkt,dt->k", later, early) / early.size
@@ -429,14 +465,16 @@ def idle_end(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _idle_episodes(scan: Scan, settings: Settings, num_idle: Array) -> Array:
-    """Return the episodes in which the action rests long, the longest rest first.
+    """Return the episodes in which the action does not change for a long time.
 
-    The result is empty if such episodes are few.
+    The episode with the longest rest is first. The result is empty if these episodes are less than
+    the fraction `settings["episodes"]` of all episodes.
 
     Args:
         scan: Scan of the recording.
         settings: Thresholds of the rule.
-        num_idle: int64 `[E]`, number of frames without a change of the action.
+        num_idle: int64 `[E]`, number of frames before the first change of the action, or after the
+            last one.
     """
     if not scan.collected(Actions).is_known:
         raise Inapplicable("no continuous action")
@@ -491,7 +529,7 @@ def apart(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report clocks that differ from the main clock by more than a frame."""
     names = scan.role("time")
     if len(names) < 2:
-        raise Inapplicable("only one field of times")
+        raise Inapplicable("only one field has times")
     main = _main_clock(scan)
     numbers = evenly_spread(scan.examined, _NUM_COMPARED)
     step = float(np.nanmedian(scan.collected(Clocks).median[main]))
@@ -503,7 +541,7 @@ def apart(scan: Scan, settings: Settings) -> Iterator[Defect]:
         for number in numbers.tolist():
             distances.append(_distance_of_clocks(scan, number, main, name, step))
         offset, drift = np.array(distances).T
-        # A larger offset means that the clocks have different origins, which is no defect.
+        # If the offset is very large, the clocks start at different times. That is no defect.
         has_same_zero = np.abs(np.median(offset)) < 0.5 * np.median(scan.lengths)
         is_apart = (drift > max_frames) | (has_same_zero & (np.abs(offset) > max_frames))
         if step > 0 and is_apart.any():
@@ -519,13 +557,23 @@ def _distance_of_clocks(
     name: str,
     step: float,
 ) -> tuple[float, float]:
-    """Return the median and the range of the difference of a clock to the main clock.
+    """Compare a clock with the main clock in one episode.
 
-    The unit of both numbers is the median step of the main clock.
+    Args:
+        scan: Scan of the recording.
+        number: Index of the episode.
+        main: Name of the main clock.
+        name: Name of the clock to compare.
+        step: Median time step of the main clock.
+
+    Returns:
+        The median of the differences between both clocks, and the range of the differences. The
+        unit of both is `step`.
     """
     times = scan.read(number, main)[:, 0].astype(np.float64)
     other_times = scan.read(number, name)[:, 0].astype(np.float64)
-    # The clock of a slow sensor repeats its time, so compare only rows with a new time.
+    # The clock of a slow sensor repeats a time until the next measurement. So compare only rows in
+    # which it has a new time.
     is_new = np.append(True, np.diff(other_times) != 0)
     distance = (other_times - times)[is_new] / step
     return float(np.median(distance)), float(distance.max() - distance.min())

@@ -36,7 +36,7 @@ _UNITS = {
 _TURNS = (2 * np.pi, 360.0)
 #: Number of mantissa bits of the 16-bit float dtypes.
 _MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
-#: Minimum number of frames of an episode that is searched for dimensions that have died.
+#: Minimum number of frames of an episode that is searched for dimensions that stop changing.
 _MIN_DIED_FRAMES = 5
 #: Minimum number of episodes for comparing scales between episodes.
 _MIN_EPISODES = 8
@@ -44,12 +44,12 @@ _MIN_EPISODES = 8
 _MIN_DRIFT_EPISODES = 20
 #: Maximum number of outliers, in dimensions that rarely change, whose frames are looked up.
 _MAX_RARE = 20
-#: Minimum number of other distinct values in a dimension for recognizing a placeholder.
+#: Minimum number of distinct values of a dimension besides a placeholder.
 _MIN_OTHERS = 20
 
 
 def _signals(scan: Scan) -> Iterator[tuple[str, Facts]]:
-    """Yield the name and the facts of all fields except rewards, times, flags and indices."""
+    """Yield (name, facts) of each field that is not a reward, a time, a flag or an index."""
     special = {name for names in scan.roles.values() for name in names}
     special -= {*scan.roles["quaternion"], *scan.roles["heading"]}
     for name, facts in scan.facts.items():
@@ -119,12 +119,13 @@ def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
         rows = np.flatnonzero(facts.lengths >= _MIN_DIED_FRAMES)
         if len(rows) < _MIN_EPISODES:
             continue
+        # In each dimension, count the episodes at the end that have only the very last value.
         low = facts.low[rows]
         is_still = (low == facts.high[rows]) & (low == low[-1])
-        # Number of final episodes in which a dimension is constant, found from the end.
         num_still = np.argmin(is_still[::-1], axis=0)
         num_still = np.where(is_still.all(0), 0, num_still)
 
+        # Fraction of the earlier episodes in which the dimension often changes.
         num_steps = facts.lengths[rows, None] - 1
         is_lively = facts.changes[rows] > settings["changing"] * num_steps
         is_earlier = np.arange(len(rows))[:, None] < len(rows) - num_still
@@ -213,7 +214,8 @@ def _rare_outliers(
 ) -> list[_Outlier]:
     """Return the outliers in dimensions that rarely change, such as contact forces.
 
-    Their values are compared with the largest value in the other dimensions.
+    Such a dimension is 0 in most frames, so it has no usual range. Its values are compared with the
+    largest absolute value in the dimensions that often change, `is_active` `[D]`.
     """
     largest = np.maximum(np.abs(facts.low), np.abs(facts.high))
     usual = float(largest[:, is_active].max(initial=0))
@@ -233,12 +235,14 @@ def _rare_outliers(
 
 
 def _num_alone(sizes: Array, usual: float, gap: float, limit: float) -> int:
-    """Return how many of the largest sizes are separated by a gap from all smaller sizes.
+    """Return the number of the largest sizes that are separated from the other sizes by a gap.
+
+    For the sizes 900, 800, 7 and 5, with the gap 10, it is 2, because 800 is more than 10 times 7.
 
     Args:
-        sizes: Sizes in descending order.
-        usual: Largest size that is not in `sizes`.
-        gap: Minimum ratio of a size to the next smaller size that counts as a gap.
+        sizes: Sizes in descending order, without usual sizes.
+        usual: Largest usual size. It follows the last of `sizes`.
+        gap: A size is above a gap if it is at least `gap` times the next smaller size.
         limit: Only sizes above this limit are counted.
     """
     is_gap = sizes >= gap * np.append(sizes[1:], usual)
@@ -261,7 +265,10 @@ def _placeholders(
     dim: int,
     settings: Settings,
 ) -> Iterator[Defect]:
-    """Report placeholders in a dimension. Candidates are the extremes and the far values."""
+    """Report the placeholders in one dimension of a field.
+
+    The candidates are the minimum, the maximum, and the values that are far from the median.
+    """
     ordered = facts.sorted[dim]
     ordered = ordered[np.isfinite(ordered)]
     far = facts.far["value"][facts.far["dim"] == dim]
@@ -366,7 +373,11 @@ def _is_exact(values: Array, dtype: str, share: float) -> bool:
 
 
 def _is_uniform(values: Array, bits: int) -> bool:
-    """Return whether values are integers, or multiples of the resolution of the largest value."""
+    """Return whether values are uniformly spaced: integers, or multiples of a resolution.
+
+    The resolution is the difference between adjacent floats at the size of the largest value, in a
+    dtype with `bits` mantissa bits. Such values come from a sensor, not from a conversion.
+    """
     exponent = np.floor(np.log2(np.abs(values).max()))
     resolution = 2.0 ** (exponent - bits)
     return any(bool(np.mean(values % step == 0) > 0.99) for step in (1.0, resolution))
@@ -420,20 +431,21 @@ def _is_too_large(facts: Facts, known: Array, logs: Array, settings: Settings) -
     Args:
         facts: Facts of the field.
         known: int64 `[k]`, indices of the compared episodes.
-        logs: `[k]`, logarithm of the scale of each episode, divided by the median scale.
+        logs: `[k]`, for each episode the logarithm of the ratio of its scale to the median scale.
         settings: Thresholds of the rule.
     """
     is_far, gap = _beyond_gap(logs, settings)
-    # After a large gap, a single dimension with another scale is enough.
+    # If the scales differ by a large gap, it is enough that a single dimension is larger.
     if gap > np.log(settings["ratio"]):
         return is_far
     return is_far & _scaled_together(facts, known, 1, settings["alike"])
 
 
 def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
-    """Return `[k]` bool: whether the values of an episode are smaller by the ratio of two units.
+    """Return `[k]` bool: whether each episode has values that are smaller by the ratio of two units.
 
-    Episodes at rest also have small values, but by other ratios. Arguments: see `_is_too_large`.
+    An episode at rest also has small values, but rarely by such a ratio. The arguments are those of
+    `_is_too_large`.
     """
     is_far, _ = _beyond_gap(-logs, settings)
     typical = float(np.median(np.abs(logs)))
@@ -444,7 +456,15 @@ def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -
 
 
 def _beyond_gap(logs: Array, settings: Settings) -> tuple[Array, float]:
-    """Return a pair: `[k]` bool, whether each logarithm is above a gap, and the size of the gap."""
+    """Find the episodes whose scale is separated from the other scales by a gap.
+
+    `logs` `[k]` are logarithms of relative scales. A scale is large if it exceeds the threshold
+    "ratio". The gap lies between the smallest large scale and the largest other scale.
+
+    Returns:
+        Whether each episode has a large scale, bool `[k]`, and the gap as a difference of
+        logarithms. All entries are False if the gap is smaller than the threshold "gap".
+    """
     is_far = logs > np.log(settings["ratio"])
     largest_near = max(0.0, float(logs[~is_far].max(initial=0)))
     gap = float(logs[is_far].min(initial=np.inf)) - largest_near
@@ -456,9 +476,10 @@ def _beyond_gap(logs: Array, settings: Settings) -> tuple[Array, float]:
 def _scaled_together(facts: Facts, known: Array, sign: int, share: float) -> Array:
     """Return `[k]` bool: whether each episode has another scale in many dimensions.
 
-    More than the fraction `share` of the dimensions must be 5 times larger (sign 1) or smaller
-    (sign -1) than in the median episode. Constant dimensions do not count. The result is False for
-    episodes that are not in the tables of `facts`.
+    A dimension has another scale if it is 5 times larger (sign 1) or smaller (sign -1) than in the
+    median episode. More than the fraction `share` of the dimensions must have another scale.
+    Constant dimensions do not count. The result is False for episodes that are not in the tables of
+    `facts`.
     """
     has_row = np.isin(known, facts.numbers)
     rows = np.searchsorted(facts.numbers, known[has_row])
@@ -483,7 +504,7 @@ def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Defect]:
             has_bounds = True
             yield from _outside_of(scan, settings, name, *bounds)
     if not has_bounds:
-        raise Inapplicable("no bounds of spaces are declared in the metadata")
+        raise Inapplicable("the metadata declare no bounds of observations or actions")
 
 
 def _outside_of(
@@ -597,12 +618,14 @@ def _is_curriculum(scan: Scan, facts: Facts) -> bool:
 
 
 def _shift_of_means(means: Array) -> tuple[Array, Array]:
-    """Return a pair (shift, deviation) that compares the means of early and late episodes.
+    """Compare the means of early episodes with the means of late episodes.
 
-    `means` has the means of K episodes, `[K, D]`. The shift is the mean of the second half minus
-    the mean of the first half. The deviation is that within the halves.
+    Args:
+        means: `[K, D]`, mean of each dimension in K successive episodes.
 
-    Both are `[D]`, and NaN if a half has no finite values.
+    Returns:
+        The difference of the second half of the episodes to the first half, `[D]`, and the standard
+        deviation of the means within a half, `[D]`. Both are NaN if a half has no finite values.
     """
     early, late = np.array_split(np.ma.masked_invalid(means.astype(np.float64)), 2)
     shift = late.mean(0) - early.mean(0)
