@@ -60,7 +60,8 @@ class TrajectoryFolderScanner(Scanner):
         self._listing = (TrajectoryFolderScanner, self._scans)
         self._last = self._rows()
         self._report_left_out()
-        if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
+        labelled = [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]
+        if labelled:
             where = repr(str(labelled[0]))
             source.advise(
                 DataFileError(
@@ -86,19 +87,18 @@ class TrajectoryFolderScanner(Scanner):
         return conventions(scan.metadata for scan in self._scans)
 
     def refresh(self, in_use: BlocksInUse) -> None:
-        scans = [
-            scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable)
-            if scan is None
-            else scan
-            for old, scan in zip(self._scans, self._opened, strict=True)
-        ]
-        before = self._scans
+        scans = []
+        for old, opened in zip(self._scans, self._opened, strict=True):
+            scan = opened
+            if scan is None:
+                scan = scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable)
+            scans.append(scan)
+        has_changed = list(map(_contents, scans)) != list(map(_contents, self._scans))
         self._scans = scans
-        if [_contents(scan) for scan in scans] != [_contents(scan) for scan in before]:
+        if has_changed:
             present = {(file.path, "") for scan in scans for file in scan.known}
-            self._source.count_lost(
-                {block.key for block in self._last.index.blocks} - present, present
-            )
+            listed = {block.key for block in self._last.index.blocks}
+            self._source.count_lost(listed - present, present)
             self._last = self._rows()
             self._listing = (TrajectoryFolderScanner, scans)
         self._report_left_out()
@@ -148,12 +148,13 @@ class TrajectoryFolderScanner(Scanner):
                 self._source.report(problem)
         for path in self._source.paths:
             entries = [] if path in self._mixed else block_entries(path)
-            if count := sum(entry.name.startswith("rollout_") for entry in entries):
+            count = sum(entry.name.startswith("rollout_") for entry in entries)
+            if count:
                 self._mixed.add(path)
+                noun = "block files" if count > 1 else "block file"
                 problem = DataFileError(
-                    f"{str(path)!r} contains trajectory folders and {count} block "
-                    f"file{'s' if count > 1 else ''}. Only the trajectory folders are read. Move "
-                    f"the block file{'s' if count > 1 else ''} to another folder."
+                    f"{str(path)!r} contains trajectory folders and {count} {noun}. Only the "
+                    f"trajectory folders are read. Move the {noun} to another folder."
                 )
                 self._source.report(problem)
 
@@ -232,4 +233,5 @@ class ChunkRows(UnmappedRows):
 
 
 def _contents(scan: FolderScan) -> Any:
+    """Return the parts of a scan that determine the snapshot, to compare scans."""
     return scan.chunk_paths, list(scan.known), scan.absent
