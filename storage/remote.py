@@ -1,8 +1,8 @@
 """`RemoteBuffer`: any buffer of this package in actors of Ray, with the buffer's own methods.
 
-Samples are drawn in the process that stores the data, and are sent as raw memory. The buffer of a
-shard chooses the rows. This module only chooses how many rows come from each shard. Ray sends and
-shares memory, and restarts actors.
+The rows are divided among shards. A shard is one buffer in one actor, which draws the rows of a
+sample and sends them as raw memory. This module only chooses how many rows come from each shard.
+Ray sends and shares memory, and restarts actors.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ from .ray_actors.shard_link import Link, LostActorError
 
 __all__ = ["LostActorError", "RemoteBuffer", "RemoteOptions"]
 
-#: Method of `RemoteBuffer` that handles the calls of each method of a buffer.
-_ACTS = {
+#: Private method of `RemoteBuffer` that implements each method of a buffer.
+_METHODS = {
     **dict.fromkeys(
         ("add", "append", "extend", "extend_tensors", "insert", "push", "push_data"), "_push"
     ),
     **dict.fromkeys(("sample", "sample_tensors", "sample_transitions", "sample_windows"), "_draw"),
     **dict.fromkeys(UPDATES, "_update"),
 }
-#: Names of the first argument of the methods that draw, which is a number of rows or windows.
+#: Possible names of the first argument of methods that draw: the number of rows or windows.
 _SIZES = ("batch_size", "num_windows", "num", "size")
-#: Maximum number of kinds of draws (method and arguments) with requests ahead of their use.
-_MAX_KINDS = 4
-#: Minimum time limit for the start of an actor, in seconds.
+#: Maximum number of different draws (method and arguments) for which batches are requested ahead.
+_MAX_DRAWS = 4
+#: Minimum of the time limit for the start of an actor, in seconds.
 _START_S = 60.0
+
+
+#: Method that draws, number of rows or windows, other arguments and options.
+_Draw = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 class RemoteBuffer:
@@ -104,14 +108,14 @@ class RemoteBuffer:
             )
         self._set_up(actors, remote_options)
         try:
-            for link, answer in [(link, link.start("about")) for link in self._links]:
+            for link, answer in [(link, link.start("traits")) for link in self._links]:
                 self._traits = link.answer(answer, _START_S)
         except BaseException:
             self._end()
             raise
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _ACTS:
+        if name not in _METHODS:
             raise AttributeError(
                 f"a RemoteBuffer has no {name!r}. Use call({name!r}, ...) to call it on each buffer."
             )
@@ -119,7 +123,7 @@ class RemoteBuffer:
             raise ClosedError(
                 f"the buffer is closed, and {name!r} needs an open buffer. Create a new RemoteBuffer."
             )
-        return lambda *args, **options: getattr(self, _ACTS[name])(name, args, options)
+        return lambda *args, **options: getattr(self, _METHODS[name])(name, args, options)
 
     def __len__(self) -> int:
         """Return the number of rows of all shards, including all pushes of this client."""
@@ -141,12 +145,15 @@ class RemoteBuffer:
         return [link.actor for link in self._links]
 
     def set_version(self, version: int) -> None:
-        """Set the policy version of the learner. Drop all batches that were requested ahead."""
+        """Set the policy version of the learner. Drop all batches that were drawn ahead of use."""
         self._version = whole("version", version, 0)
         self._ahead.clear()
 
     def pin(self, shard: int) -> None:
-        """Send all later pushes of this client to one shard, as consecutive steps require."""
+        """Send all later pushes of this client to one shard.
+
+        This is necessary if pushes have consecutive steps of a trajectory.
+        """
         self._home = whole("shard", shard, 0, len(self._links) - 1)
 
     def flush(self) -> None:
@@ -170,7 +177,7 @@ class RemoteBuffer:
             link.ask("call", "save", (_below(folder, link.where),), {})
 
     def load(self, folder: str) -> None:
-        """Load the folder of a `save` with the same number of shards, and replace all rows."""
+        """Replace all rows by those of a `save` with the same number of shards."""
         self.flush()
         self._ahead.clear()
         for link in self._links:
@@ -183,7 +190,7 @@ class RemoteBuffer:
     def call(self, name: str, *args: Any, **options: Any) -> list[Any]:
         """Call a method of each shard's buffer, or read an attribute. Return copies of the results.
 
-        No checkpoint contains the changes of the method until the next checkpoint is saved.
+        If an actor restarts, changes of the method since the last checkpoint are lost.
         """
         self.flush()
         return [unpack(link.ask("call", name, args, options), copy=True) for link in self._links]
@@ -197,7 +204,7 @@ class RemoteBuffer:
             if self._links:
                 self.flush()
             for link in self._links if self._options.checkpoint_dir is not None else ():
-                link.checkpoint(is_anew=self._is_owner)
+                link.checkpoint(is_forced=self._is_owner)
         finally:
             self._end()
 
@@ -218,13 +225,13 @@ class RemoteBuffer:
         self._links = [
             Link(actor, name, f"shard {at} of {num}", options) for at, actor in enumerate(actors)
         ]
-        #: Received batches and unanswered requests, by kind of draw (method and arguments).
-        self._ahead: LruCache[str, tuple[deque[Any], deque[Any]]] = LruCache(_MAX_KINDS)
+        #: Received batches, and unanswered requests, by draw (method and arguments).
+        self._ahead: LruCache[str, tuple[deque[Any], deque[Any]]] = LruCache(_MAX_DRAWS)
 
     def _num_rows(self) -> list[int]:
         """Request the number of rows of each shard."""
         for link in self._links:
-            link.has_restarted(link.ask("hello", ""))
+            link.has_restarted(link.ask("acknowledge", ""))
         return [0 if link.last_ack is None else link.last_ack.num_rows for link in self._links]
 
     def _push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -254,52 +261,63 @@ class RemoteBuffer:
         # For a `BufferManager`, `size` may be a mapping of sizes by name.
         if not isinstance(size, Mapping):
             size = whole("the number of rows", size, 1)
-        asked = name, size, args[1:], options
+        draw = name, size, args[1:], options
         try:
-            return self._links[0].lasting(lambda: self._next(asked))
-        except BufferEmptyError:  # Perhaps the first pushes are not applied yet.
+            return self._links[0].retried(lambda: self._next(draw))
+        except BufferEmptyError:
+            # Pushes of this client may not be applied yet.
             self.flush()
-            return self._links[0].lasting(lambda: self._next(asked))
+            return self._links[0].retried(lambda: self._next(draw))
 
-    def _next(self, asked: tuple[str, Any, tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Return the next batch of the call `asked`, and request later batches of the same call.
+    def _next(self, draw: _Draw) -> Any:
+        """Return the next batch of a draw, and request further batches of the same draw.
 
-        If an error is raised, all received batches and requests of this kind are dropped.
+        If an error is raised, all received batches and requests of this draw are dropped.
         """
-        key = repr(asked)
+        key = repr(draw)
         ready, requests = self._ahead.pop(key) or (deque(), deque())
         for link in self._links:
             link.catch_up()
         while len(requests) < self._options.prefetch + (not ready):
-            requests.append(self._request(asked))
+            requests.append(self._request(draw))
         if not ready:
             ready.extend(self._received(requests.popleft()))
         self._ahead.put(key, (ready, requests))
         return ready.popleft()
 
-    def _request(self, asked: tuple[str, Any, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-        """Request batches from all shards. Return (link, reference, sizes) for each shard."""
-        name, size, args, options = asked
+    def _request(self, draw: _Draw) -> list[Any]:
+        """Request `batches_per_reply` batches of a draw from the shards.
+
+        Returns (link, reference to the answer, number of rows in each batch) for each shard.
+        """
+        name, size, args, options = draw
         links = self._links
         sizes = [[size] * self._options.batches_per_reply]
         if len(links) > 1:
             unit = unit_of(self._traits, name, args, options)
-            sizes = self._parts(size, size if size % unit else unit)
-        asks = [(name, part, args, options, self._version) for part in sizes]
-        return [
-            (link, link.start("draw", ask), part)
-            for link, ask, part in zip(links, asks, sizes, strict=True)
-        ]
+            # A batch that does not consist of windows comes from one shard, which raises the error.
+            sizes = self._sizes_per_shard(size, size if size % unit else unit)
+        request = []
+        for link, sizes_of_shard in zip(links, sizes, strict=True):
+            reference = link.start("draw", (name, sizes_of_shard, args, options, self._version))
+            request.append((link, reference, sizes_of_shard))
+        return request
 
-    def _parts(self, size: int, unit: int) -> list[list[int]]:
-        """Draw the number of rows per shard and batch, in proportion to the rows of the shards."""
+    def _sizes_per_shard(self, size: int, unit: int) -> list[list[int]]:
+        """Draw the number of rows of each shard in each batch: `[num_shards][num_batches]`.
+
+        Each window of `unit` rows comes from a shard with a probability in proportion to the rows
+        of the shard.
+        """
         rows = [0 if link.last_ack is None else link.last_ack.num_rows for link in self._links]
-        # Pushes of this client may be unanswered, and other clients may have pushed rows.
+        # A shard may have rows that the last `Ack` does not count: pushes of this client that are
+        # unanswered, or pushes of other clients.
         if not all(rows):
             self.flush()
             rows = self._num_rows()
-            # If all shards are empty, request rows from shard 0, whose buffer raises the error.
-            rows[0] += not sum(rows)
+            # If all shards are empty, request all rows from shard 0, whose buffer raises the error.
+            if not any(rows):
+                rows[0] = 1
         num_batches = self._options.batches_per_reply
         num_units = size // unit
         num_shards = len(rows)
@@ -312,14 +330,15 @@ class RemoteBuffer:
         return parts
 
     def _received(self, request: list[Any]) -> list[Any]:
-        """Wait for the parts of the requested batches, and join them."""
+        """Wait for the answers to a request, and join the rows of the shards to batches."""
         batches: list[list[Any]] = [[] for _ in range(self._options.batches_per_reply)]
         for link, reference, sizes in request:
             ack, packed = link.answer(reference)
             if link.has_restarted(Ack(*ack)):
                 raise LostActorError(f"The actor of {link.where} restarted during the request.")
-            wanted = (batch for batch, size in zip(batches, sizes, strict=True) if size)
-            for batch, part in zip(wanted, packed, strict=True):
+            # A shard sends nothing for a batch in which it has no rows.
+            batches_of_shard = [batch for batch, size in zip(batches, sizes, strict=True) if size]
+            for batch, part in zip(batches_of_shard, packed, strict=True):
                 batch.append(unpack(part, self._options.copy))
         return [join(parts) for parts in batches]
 
@@ -338,5 +357,5 @@ def _another_client(actors: list[Any], options: RemoteOptions, traits: Traits) -
 
 
 def _below(folder: Any, shard: str) -> str:
-    """Return the absolute path of the folder of a shard below `folder`."""
+    """Return the absolute path of the folder of one shard in `folder`."""
     return str(path("", folder).absolute() / shard.replace(" ", "_"))

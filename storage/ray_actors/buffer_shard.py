@@ -1,8 +1,9 @@
-"""`Shard`: one buffer in a Ray actor, its checkpoints, and the numbers of the applied pushes.
+"""`Shard`: one buffer in a Ray actor, and its checkpoints.
 
-Each collector numbers its pushes, and each push is applied once, in this order. The due number is
-the number of the next push to apply. A repeated push is skipped. The answer to a push that arrives
-too early contains the due number, and the collector sends again from this number.
+A collector is a client that adds rows by pushes. It numbers its pushes from 0, and the shard
+applies each push once, in this order. The due number of a collector is the number of the next push
+to apply. A repeated push is skipped. If a push arrives too early, the answer contains the due
+number, and the collector sends its pushes again from this number.
 
 A checkpoint contains the buffer, and the due number of each collector at the time of the save. Ray
 runs draws in one thread, pushes in a second thread and other calls in a third. The lock of the
@@ -34,10 +35,10 @@ from ..live.rate_limiter import RateLimitedError, RateLimiter
 from .packed_results import Packed, is_numbers, join, map_tree, pack, unpack
 
 #: Concurrency group (thread) of the actor for each method. Other methods run in the main thread.
-GROUPS = {"draw": "drawing", "tell": "drawing", "push": "pushing"}
-#: Methods that pass results of a learner to the buffer. All other pushes add rows.
+GROUPS = {"draw": "drawing", "push_update": "drawing", "push": "pushing"}
+#: Methods of buffers that receive results of a learner. These calls are sent as pushes too.
 UPDATES = ("update", "update_priorities")
-#: Largest number of draws to fill a batch with rows that are not stale.
+#: Maximum number of draws for one batch, if stale rows are dropped.
 _MAX_DRAWS = 64
 _STATE = "shard.json"
 _ROWS = "rows_"
@@ -56,19 +57,20 @@ class RemoteOptions:
     copy: bool = False
     #: Maximum number of unanswered pushes and updates per shard. Higher values delay draws.
     max_pending: int = 1
-    #: Folder of checkpoints on a file system that all machines share. Existing checkpoints are
-    #: loaded.
+    #: Folder of checkpoints, on a file system that all machines share. If it has checkpoints, each
+    #: shard loads its checkpoint. None: no checkpoints.
     checkpoint_dir: str | None = None
-    #: Limit for pushes to a shard since its last checkpoint, in bytes. A push beyond the limit
-    #: requests a checkpoint and waits for it.
+    #: Maximum bytes that a client has pushed to a shard since its last checkpoint. A push beyond
+    #: this limit saves a checkpoint first.
     max_unsaved_bytes: int = 256 << 20
-    #: Arguments of a `RateLimiter` of each shard, which counts rows.
+    #: Arguments of the `RateLimiter` that each shard creates. It counts rows.
     rate_limiter: Mapping[str, Any] | None = None
-    #: Maximum difference between the learner's policy version and the version of a drawn row.
+    #: Maximum difference between the learner's policy version (`set_version`) and the version of a
+    #: drawn row. None for no limit.
     max_staleness: int | None = None
-    #: Field of every sample with the policy version of a row, as integers.
+    #: Field with the policy version of each row, an integer. `max_staleness` needs this field.
     version_key: str = "policy_version"
-    #: Whether each push ends at the end of its trajectories.
+    #: Whether each push consists of whole trajectories, so that pushes may go to any shard.
     whole_trajectories: bool = False
     #: Time limit for one answer, in seconds.
     timeout_s: float = 60.0
@@ -89,10 +91,10 @@ class Ack(NamedTuple):
     """Answer of a shard to a collector.
 
     Attributes:
-        life: Random id of the actor, new after each restart.
+        life: Random id of the process of the actor. It changes with each restart.
         num_rows: Number of rows in the buffer.
-        due: Number of the next push to apply.
-        unsaved: Number of the first push that no checkpoint contains.
+        due: Number of the collector's next push to apply.
+        unsaved: Number of the collector's first push that the last checkpoint does not contain.
     """
 
     life: str
@@ -102,11 +104,11 @@ class Ack(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Traits of a buffer.
+    """Traits of the buffer of a shard that clients need.
 
     Attributes:
         has_steps: Whether consecutive rows are steps of a trajectory.
-        unit: Default number of consecutive rows per window of a sample; 0 if the buffer has no
+        unit: Default number of rows per drawn window. 0 if the method `sample` of the buffer has no
             argument `seq_length`.
     """
 
@@ -143,31 +145,31 @@ class Shard:
         self._pool = (
             BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
         )
-        #: Number of the next push to apply, by collector. `_saved` has these numbers at the time of
-        #: the last checkpoint. `_last` is the collector of the last push.
+        #: Due number of each collector: the number of its next push to apply.
         self._due: dict[str, int] = {}
+        #: Due numbers in the last checkpoint.
         self._saved: dict[str, int] = {}
+        #: Collector of the last push that added rows.
         self._last: str | None = None
         #: Lock held during a push, and while the buffer and the due numbers are saved.
         self._applying = threading.Lock()
-        self._made: Any = None
+        self._created: Any = None
         self._names: list[str] = []
         self._failure: Exception | None = None
         try:
             with seeds_from(options.seed * place[1] + place[0]):
-                self._made = self._checked(make())
-            unit, self._has_ids = (
-                _has(self._made, "sample", "seq_length"),
-                _has(self._made, "update_priorities", "ids"),
+                self._created = self._checked(make())
+            self._has_ids = _has(self._created, "update_priorities", "ids")
+            has_windows = _has(self._created, "sample", "seq_length")
+            has_end_key = getattr(self._created, "end_key", None) is not None
+            self._traits = Traits(
+                has_steps=has_end_key or hasattr(self._created, "seq_length"),
+                unit=int(self._created.seq_length or 1) if has_windows else 0,
             )
-            has_steps = getattr(self._made, "end_key", None) is not None or hasattr(
-                self._made, "seq_length"
-            )
-            self._traits = Traits(has_steps, unit and int(self._made.seq_length or 1))
             if folder is not None and (Path(folder) / _STATE).exists():
                 self._read(folder)
-        # The error is stored, and each call raises it. If the constructor raised it, the actor
-        # would die, and Ray would report only the text of the error.
+        # Store the error, so that each later call raises it. An error of the constructor would end
+        # the actor, and Ray would report only the text of the error.
         except Exception as error:  # noqa: BLE001
             self._failure = error
 
@@ -175,7 +177,7 @@ class Shard:
     def _buffer(self) -> Any:
         if self._failure is not None:
             raise self._failure
-        return self._made
+        return self._created
 
     def _checked(self, buffer: Any) -> Any:
         """Check that the buffer supports draws, and make its name unique among the shards.
@@ -183,7 +185,9 @@ class Shard:
         Raises:
             UsageError: The buffer cannot be used in an actor.
         """
-        type_name, (at, num_shards), parts = type(buffer).__name__, self._place, _parts_of(buffer)
+        type_name = type(buffer).__name__
+        at, num_shards = self._place
+        parts = _parts_of(buffer)
         problem = ""
         if not hasattr(buffer, "sample"):
             problem = f"a {type_name} has no method sample and cannot be used in an actor."
@@ -209,14 +213,15 @@ class Shard:
     def draw(
         self, request: tuple[str, list[int], tuple[Any, ...], dict[str, Any], int | None]
     ) -> Any:
-        """Call a method of the buffer once for each size above 0. The size is its first argument.
+        """Draw batches by a method of the buffer. A size of 0 draws no batch.
 
         Args:
-            request: (method, sizes, other arguments, options, policy version). A single tuple,
-                because each argument of a Ray call takes 60 us.
+            request: (name of the method, sizes of the batches, other arguments of the method, its
+                options, policy version of the learner). The size is the first argument of the
+                method. One tuple is passed, because each argument of a Ray call takes 60 us.
 
         Returns:
-            The fields of an `Ack`, and the packed results.
+            The fields of an `Ack`, and the packed batches.
         """
         name, sizes, args, options, version = request
         method = getattr(self._buffer, name)
@@ -239,12 +244,13 @@ class Shard:
             if self._place[1] > 1 and self._has_ids and isinstance(result, tuple):
                 result = *result[:-1], result[-1] * self._place[1] + self._place[0]
             results.append(pack(result, self._pool))
-        return tuple(self.hello("")), results
+        return tuple(self.acknowledge("")), results
 
     def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
-        """Draw repeatedly, and drop stale rows, until a batch is full.
+        """Call `draw` and drop stale windows, repeatedly, until a batch is full.
 
-        All rows that are not stale remain equally likely.
+        A window of `unit` rows is stale if the policy version of a row is more than `max_staleness`
+        below `version`. All other windows remain equally likely.
         """
         limit = self._options.max_staleness
         key = self._options.version_key
@@ -258,8 +264,8 @@ class Shard:
             fields = flatten(batch) if isinstance(batch, dict) else {}
             if key not in fields:
                 raise UsageError(
-                    f"samples have no field {key!r}, which the limit of staleness needs. They have "
-                    f"the fields {', '.join(fields) or '(none)'}."
+                    "max_staleness needs the policy version of each row, but samples have no "
+                    f"field {key!r}. They have the fields {', '.join(fields) or '(none)'}."
                 )
             size = len(fields[key])
             fresh = (
@@ -282,14 +288,23 @@ class Shard:
     def push(
         self, collector: str, number: int, content: tuple[str, Packed | None]
     ) -> tuple[Ack, Exception | None]:
-        """Apply a push if its number is due. Returns the shard's `Ack` and the error of the push.
+        """Apply a push of a collector if `number` is its due number. Otherwise do nothing.
 
-        A push with an empty method name is only counted.
+        Args:
+            collector: Id of the collector.
+            number: Number of the push.
+            content: (name of a method of the buffer, packed arguments of the method). With the name
+                "", the push is counted, but no method is called.
+
+        Returns:
+            An `Ack`, and the error of the method or None.
         """
-        due, error, (name, packed) = self._due.get(collector, 0), None, content
+        due = self._due.get(collector, 0)
         if number != due:
-            return self.hello(collector), None
+            return self.acknowledge(collector), None
+        name, packed = content
         args, options = ((), {}) if packed is None else unpack(packed)
+        error = None
         num_rows = 0 if name in ("", *UPDATES) else _num_rows(self._buffer, name, args)
         limiter = self._limiter
         if limiter is not None and num_rows and not limiter.insert(num_rows):
@@ -309,21 +324,22 @@ class Shard:
                 if limiter is not None:
                     limiter.undo(num_inserted=num_rows)
             self._due[collector] = due + 1
-        return self.hello(collector), error
+        return self.acknowledge(collector), error
 
-    def tell(
+    def push_update(
         self, collector: str, number: int, content: tuple[str, Packed | None]
     ) -> tuple[Ack, Exception | None]:
-        """Apply an update as `push` does, but in the thread of draws.
+        """Apply a push of one of the methods `UPDATES`, as `push` does.
 
-        Updates therefore do not wait behind a push that the rate limiter delays.
+        Ray runs this method in the thread of draws, so that an update does not wait for an earlier
+        push that the rate limiter delays.
         """
         return self.push(collector, number, content)
 
     def _check_alone(self, collector: str) -> None:
         """Raise `UsageError` if two collectors push steps of trajectories alternately.
 
-        The buffer would join the rows of one collector to the rows of the other.
+        The buffer would treat the steps of both collectors as one trajectory.
         """
         is_between = self._last not in (None, collector) and self._due.get(collector, 0)
         if is_between and self._traits.has_steps and not self._options.whole_trajectories:
@@ -334,7 +350,7 @@ class Shard:
         self._last = collector
 
     def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Call an update method of the buffer with the rows or items of this shard."""
+        """Call an update method of the buffer for the rows or items that this shard stores."""
         if self._place[1] > 1 and name == "update_priorities" and self._has_ids:
             args = self._own_rows(*args, **options)
             options = {}
@@ -350,9 +366,10 @@ class Shard:
         return ids[mine] // self._place[1], priorities[mine] if priorities.dim() else priorities
 
     def _own_items(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the items of this shard.
+        """Return an argument of `update` without the items that other shards store.
 
-        Items of no shard go to the first shard, whose buffer raises an error for them.
+        Items that no shard stores remain in the argument of the first shard, whose buffer raises an
+        error for them.
         """
         names = [str(item_id).rpartition("_")[0] for item_id in info.get(_ID) or ()]
         mine = [
@@ -368,13 +385,13 @@ class Shard:
 
     # Other calls.
 
-    def hello(self, collector: str) -> Ack:
-        """Return an `Ack` with the number of rows and the due number of a collector."""
+    def acknowledge(self, collector: str) -> Ack:
+        """Return the current `Ack` for a collector; "" for no collector."""
         num_rows = sum(map(len, _parts_of(self._buffer)))
         return Ack(self._life, num_rows, self._due.get(collector, 0), self._saved.get(collector, 0))
 
-    def about(self) -> Traits:
-        """Return the traits of the buffer. Raises the error of a failed creation."""
+    def traits(self) -> Traits:
+        """Return the traits of the buffer. Raises the error of the constructor, if it failed."""
         assert self._buffer is not None
         return self._traits
 
@@ -385,78 +402,101 @@ class Shard:
             return pack(attribute(*args, **options) if callable(attribute) else attribute)
 
     def save(self, collector: str, number: int = 0) -> Ack:
-        """Save a checkpoint.
+        """Save a checkpoint, unless `number` is above 0 and the last checkpoint is sufficient.
 
-        If `number` is above 0, a checkpoint is saved only if an earlier push of the collector, with
-        a lower number, is unsaved.
+        It is sufficient if it contains all pushes of the collector with numbers below `number`.
         """
         if number == 0 or self._saved.get(collector, 0) < number:
             with self._applying:
                 self._write()
-        return self.hello(collector)
+        return self.acknowledge(collector)
 
     def load(self, folder: str) -> None:
-        """Load a folder of the buffer's `save`. The due numbers are unchanged."""
+        """Replace the buffer by the buffer that was saved in `folder`. Keep the due numbers."""
         with self._applying:
-            self._made = type(self._buffer).load(folder, self._buffer.device)
+            self._created = type(self._buffer).load(folder, self._buffer.device)
             if self._folder is not None:
                 self._write()
 
     def _write(self) -> None:
-        """Save the buffer and the due numbers.
+        """Save the buffer and the due numbers as a checkpoint.
 
-        The file of due numbers is replaced last, because it names the valid folder of rows.
+        Each checkpoint saves the buffer in a new folder, and then replaces the file `shard.json`,
+        which names this folder. A crash leaves the old or the new checkpoint.
         """
         if self._folder is None:
-            raise UsageError("a checkpoint needs a RemoteBuffer with checkpoint_dir.")
+            raise UsageError(
+                "no checkpoint can be saved, because the RemoteBuffer was created without "
+                "checkpoint_dir. Pass checkpoint_dir to its constructor."
+            )
         place = Path(self._folder)
         rows = secrets.randbelow(1 << 48)
         self._buffer.save(place / f"{_ROWS}{rows}")
         with replace_file(place / _STATE) as path:
             write_json(path, {"place": list(self._place), "rows": rows, "due": self._due})
         self._saved = dict(self._due)
-        for other in place.glob(f"*{_ROWS}*"):  # This includes folders of interrupted saves.
+        # The pattern also matches folders of interrupted saves.
+        for other in place.glob(f"*{_ROWS}*"):
             if other.name != f"{_ROWS}{rows}":
                 shutil.rmtree(other, ignore_errors=True)
 
     def _read(self, folder: str) -> None:
-        place, rows, due = map(read_json(Path(folder) / _STATE).get, ("place", "rows", "due"))
+        """Load a checkpoint: the buffer and the due numbers.
+
+        Raises:
+            UsageError: The checkpoint is from another shard, or from another number of shards.
+        """
+        state = read_json(Path(folder) / _STATE)
+        place = state.get("place")
+        rows = state.get("rows")
+        due = state.get("due")
         is_state = isinstance(due, dict) and all(map(is_whole, [rows, *due.values()]))
         if due is None or place != list(self._place) or not is_state:
             number, num_shards = self._place
             raise UsageError(
-                f"{folder!r} is not a checkpoint of shard {number} of {num_shards}, got {place}."
+                f"{folder!r} must contain a checkpoint of shard {number} of {num_shards}, got a "
+                f"checkpoint with [shard, number of shards] = {place}. Create as many shards as "
+                "were saved, or choose another checkpoint_dir."
             )
-        self._made = type(self._made).load(Path(folder) / f"{_ROWS}{rows}", self._made.device)
+        self._created = type(self._created).load(
+            Path(folder) / f"{_ROWS}{rows}", self._created.device
+        )
         self._saved = dict(due)
         self._due = due
 
 
 def unit_of(traits: Traits, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the number of consecutive rows per window of a draw."""
+    """Return the number of consecutive rows per window of a draw; 1 if rows are drawn.
+
+    `args` and `options` are the arguments of the method `name` after the batch size.
+    """
     unit = options.get("seq_length") or next(iter(args), None) or traits.unit
     return unit if name == "sample" and traits.unit else 1
 
 
-def _has(made: Any, method: str, argument: str) -> bool:
-    return hasattr(made, method) and argument in inspect.signature(getattr(made, method)).parameters
+def _has(buffer: Any, method: str, argument: str) -> bool:
+    """Return whether a buffer has a method with an argument of this name."""
+    function = getattr(buffer, method, None)
+    return function is not None and argument in inspect.signature(function).parameters
 
 
-def _parts_of(made: Any) -> list[Any]:
-    """Return the buffers of a manager, or [buffer] for a buffer."""
-    return [made[name] for name in made.buffer_name] if hasattr(made, "buffer_name") else [made]
+def _parts_of(buffer: Any) -> list[Any]:
+    """Return the buffers of a `BufferManager`. For any other buffer, return `[buffer]`."""
+    if hasattr(buffer, "buffer_name"):
+        return [buffer[name] for name in buffer.buffer_name]
+    return [buffer]
 
 
-def _num_rows(made: Any, name: str, args: tuple[Any, ...]) -> int:
-    """Return the number of items in the first argument of a push.
+def _num_rows(buffer: Any, name: str, args: tuple[Any, ...]) -> int:
+    """Return the number of rows that a call of the method `name` adds to a buffer.
 
-    For tensors and arrays, return the size of the first axis.
+    This is the length of a list in the first argument, or of the first axis of tensors.
     """
     first_argument = args[0] if args else None
     if isinstance(first_argument, list) and name != "append":
         return len(
-            made.as_list(first_argument)
-            if name == "push" and hasattr(made, "as_list")
+            buffer.as_list(first_argument)
+            if name == "push" and hasattr(buffer, "as_list")
             else first_argument
         )
     sizes: list[int] = []

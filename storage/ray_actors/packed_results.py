@@ -1,8 +1,8 @@
-"""Nested results as bytes: buffers of memory, and the position of each tensor in a buffer.
+"""Nested results as bytes: memory buffers, and the position of each tensor in a buffer.
 
-The fields of a gather are views of one row buffer. The buffer is sent once, as an array of uint8.
-Pickling the fields would copy the buffer once per field. Other leaves are sent unchanged. This
-module does not use Ray.
+The tensors of a sample are often views of the same memory. `pack` returns this memory once, as an
+array of uint8. Pickling the tensors would copy the memory once per tensor. Leaves that are not
+tensors are unchanged. This module does not use Ray.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from ..core.fields import DTYPES
 from ..core.memory import BufferPool, as_given
 from ..core.records import COMPLEX_DTYPES, dense
 
-#: Minimum share of a memory range that its tensors use, so that the range is sent as a whole. Below
-#: this share, each tensor is copied and sent separately.
+#: Overlapping tensors are sent as one memory range if they fill at least this share of the range.
+#: Otherwise each tensor is copied and sent separately.
 _LEAST_SHARE = 0.5
-#: Alignment of buffers in bytes: the size of the largest item, complex128. Allocated memory already
-#: has this alignment.
+#: Alignment of buffers in bytes: the size of the largest item, complex128. The start of a range is
+#: rounded down to it, which stays inside of the allocation.
 _ALIGNMENT = 16
 _DTYPES = DTYPES | COMPLEX_DTYPES
 _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 
 
-#: Position of a tensor: buffer, first byte, dtype, shape, strides in bytes, and whether the leaf
-#: was an array. A plain tuple, which Ray pickles in half the time of a named tuple.
+#: Position of a tensor: (number of the buffer, first byte, name of the dtype, shape, strides in
+#: bytes, whether the leaf was an array). Ray pickles a tuple in half the time of a named tuple.
 Place = tuple[int, int, str, tuple[int, ...], tuple[int, ...], bool]
-#: Buffers of uint8, the positions of the tensors, and a tree with `...` in place of each tensor, in
-#: the order of the positions.
+#: Result of `pack`: buffers of uint8, the positions of the tensors, and the tree with `...` instead
+#: of each tensor. The order of the positions is the order of the tree.
 Packed = tuple[list[npt.NDArray[np.uint8]], list[Place], Any]
 
 
 class _Memory:
-    """Array interface of memory from an address on: writable `[num_bytes]` uint8.
+    """Memory at an address, from which `np.asarray` makes a writable `[num_bytes]` uint8 view.
 
-    The object, and arrays made from it, keep `owner` alive.
+    The object, and arrays made from it, keep `owner` alive, to which the memory belongs.
     """
 
     def __init__(self, address: int, num_bytes: int, owner: Any) -> None:
@@ -64,7 +64,7 @@ def map_tree(
 ) -> Any:
     """Apply `function` to the leaves of nested mappings, lists and tuples that pass `is_leaf`.
 
-    Mappings become dicts. Other leaves are unchanged.
+    Mappings become dicts. Leaves that do not pass `is_leaf` are unchanged.
     """
     if is_leaf(tree):
         return function(tree)
@@ -80,7 +80,8 @@ def map_tree(
 def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
     """Pack a nested result. Memory shared by several CPU tensors is packed once.
 
-    The packed memory is a view, or a copy if there is a `pool`.
+    The buffers are views of the memory of the tensors. With a `pool`, they are copies in memory of
+    the pool.
     """
     leaves: list[Any] = []
 
@@ -126,7 +127,10 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
 
 
 def unpack(packed: Packed, copy: bool = False) -> Any:
-    """Unpack a nested result. Tensors are views of the buffers, or of new memory with `copy`."""
+    """Return the nested result of a `pack`. Its tensors are views of the buffers.
+
+    With `copy`, they are views of copies of the buffers.
+    """
     buffers, places, tree = packed
     memories = [
         x.copy() if copy else np.asarray(_Memory(x.ctypes.data, x.nbytes, x)) for x in buffers
@@ -149,12 +153,14 @@ def unpack(packed: Packed, copy: bool = False) -> Any:
 def join(trees: Sequence[Any]) -> Any:
     """Concatenate trees of the same form along the first axis of their tensors, in new memory.
 
-    Lists are concatenated too. All other leaves are those of the first tree. The result is None if
-    a tree is None.
+    Lists are concatenated too. Other leaves are taken from the first tree. The result is None if
+    one of several trees is None. A single tree is returned unchanged.
     """
     first = trees[0]
-    if len(trees) == 1 or any(tree is None for tree in trees):
-        return first if len(trees) == 1 else None
+    if len(trees) == 1:
+        return first
+    if any(tree is None for tree in trees):
+        return None
     if isinstance(first, dict):
         return {key: join([tree[key] for tree in trees]) for key in first}
     if isinstance(first, tuple):
@@ -167,7 +173,7 @@ def join(trees: Sequence[Any]) -> Any:
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
-    """Return the address range of a tensor: (start, stop); equal for an empty tensor."""
+    """Return the address range (start, stop) of a tensor; start equals stop if it is empty."""
     reach = (
         1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         if x.numel()
@@ -177,7 +183,10 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(extents: Sequence[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
-    """Group the address ranges that overlap, which belong to the same allocation."""
+    """Group address ranges that overlap. Return (indices in `extents`, start, stop) per group.
+
+    Tensors whose ranges overlap have memory in the same allocation.
+    """
     groups: list[tuple[list[int], int, int]] = []
     for number in sorted(range(len(extents)), key=extents.__getitem__):
         start, stop = extents[number]

@@ -1,7 +1,9 @@
-"""`Link`: the connection of one client to one shard: calls, and pushes in order.
+"""`Link`: the connection of one client to one shard.
 
-A push is kept until it is answered and, with checkpoints, until a checkpoint contains it. After a
-restart of the actor, lost pushes are sent again. Every wait ends after `timeout_s`.
+The module `buffer_shard` defines the numbers of pushes and the due number. A link keeps each push
+until it is answered and, with checkpoints, until a checkpoint contains it. After a restart of the
+actor, the link sends the pushes again that the checkpoint does not contain. Every wait ends after
+`timeout_s`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ class LostActorError(BackgroundError):
 class Link:
     """Connection of a client to the actor of one shard.
 
-    `collector` is the id of the client. `where` is the name of the shard in errors. The attribute
-    `last_ack` is the last `Ack` (answer) of the shard.
+    Args:
+        actor: Handle of the actor.
+        collector: Id of the client.
+        where: Name of the shard in errors.
+        options: Options of the `RemoteBuffer`.
+
+    Attributes:
+        last_ack: The last `Ack` that the shard returned; None before the first.
     """
 
     def __init__(self, actor: Any, collector: str, where: str, options: RemoteOptions) -> None:
@@ -35,15 +43,17 @@ class Link:
         self.where = where
         self._collector = collector
         self._options = options
-        self._is_kept = options.checkpoint_dir is not None
+        self._has_checkpoints = options.checkpoint_dir is not None
         self.last_ack: Ack | None = None
-        #: Pushes that may be sent again, by number, oldest first: method of the shard, reference to
-        #: the pushed data, and number of bytes. `_kept_bytes` is the total number of bytes.
+        #: Pushes that may have to be sent again, by number, oldest first: (method of the shard,
+        #: reference to the content of the push, bytes of the content).
         self._kept: dict[int, tuple[str, Any, int]] = {}
+        #: Bytes of all contents in `_kept`.
         self._kept_bytes = 0
-        #: Number of the next push to create (`_next`), and to send (`_sent`). If `_sent` is below
-        #: 0, the next call requests the due number from the shard.
-        self._next = self._sent = 0
+        #: Number of the next push that the client creates.
+        self._next = 0
+        #: Number of the next push to send. -1 if the shard must first return its due number.
+        self._to_send = 0
         #: Unanswered pushes: (number, reference to the answer).
         self._pending: deque[tuple[int, Any]] = deque()
 
@@ -52,10 +62,17 @@ class Link:
         return getattr(self.actor, method).remote(*args)
 
     def answer(self, reference: Any, least_s: float = 0) -> Any:
-        """Wait for an answer and return it.
+        """Wait for the answer to a call and return it.
 
-        Raises the error of the shard, or an error if the wait ends without an answer or the actor
-        of the shard has died.
+        Args:
+            reference: Result of `start`.
+            least_s: Minimum of the time limit in seconds.
+
+        Raises:
+            WaitTimeoutError: The time limit is over.
+            LostActorError: The actor has died, and Ray restarts it.
+            BackgroundError: The actor has died and is not restarted.
+            Exception: The called method raised this error.
         """
         import ray
 
@@ -70,122 +87,136 @@ class Link:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.ActorUnavailableError as cause:
-            self._sent = -1
+            self._to_send = -1
             raise LostActorError(f"The actor of {self.where} is restarting.") from cause
         except ray.exceptions.RayActorError as cause:
-            advice = "" if self._is_kept else " Pass checkpoint_dir, so that actors are restarted."
+            advice = (
+                ""
+                if self._has_checkpoints
+                else " Pass checkpoint_dir, so that actors are restarted."
+            )
             problem = str(cause).strip().rstrip(".")
             raise BackgroundError(f"The actor of {self.where} died: {problem}.{advice}") from cause
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call the actor and wait for the answer. Retry if the actor restarts."""
-        return self.lasting(lambda: self.answer(self.start(method, *args)))
+        return self.retried(lambda: self.answer(self.start(method, *args)))
 
-    def lasting(self, act: Callable[[], Any]) -> Any:
-        """Call `act`. Retry while an actor restarts, for at most `timeout_s` in total."""
+    def retried(self, function: Callable[[], Any]) -> Any:
+        """Call a function and return its result. Repeat the call while it raises `LostActorError`.
+
+        The calls are repeated for at most `timeout_s`, and only if actors have checkpoints.
+        """
         stop_s = time.monotonic() + self._options.timeout_s
         while True:
             try:
-                return act()
+                return function()
             except LostActorError:
-                if not self._is_kept or time.monotonic() > stop_s:
+                if not self._has_checkpoints or time.monotonic() > stop_s:
                     raise
                 time.sleep(_PAUSE_S)
 
     def has_restarted(self, ack: Ack) -> bool:
-        """Store an answer and return whether the actor has restarted since the previous answer."""
+        """Store an `Ack` and return whether the actor has restarted since the previous `Ack`."""
         before = self.last_ack
         self.last_ack = ack
         if before is None or before.life == ack.life:
             return False
-        self._sent = -1
+        self._to_send = -1
         return True
 
     def push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Send a push. Waits if too many pushes are unanswered.
+        """Send the call of a method of the buffer as a push.
 
-        Raises the error of an earlier push.
+        Waits while `max_pending` pushes are unanswered. Raises the error of an earlier push.
         """
         import ray
 
         packed = pack((args, options))
         num_bytes = sum(buffer.nbytes for buffer in packed[0])
-        self._pump(self._options.max_pending - 1)
-        if self._is_kept and self._kept_bytes + num_bytes > self._options.max_unsaved_bytes:
-            self.checkpoint(is_anew=False)
-        method = "tell" if name in UPDATES else "push"
+        self._send_pushes(self._options.max_pending - 1)
+        if self._has_checkpoints and self._kept_bytes + num_bytes > self._options.max_unsaved_bytes:
+            self.checkpoint(is_forced=False)
+        method = "push_update" if name in UPDATES else "push"
         self._kept[self._next] = method, ray.put((name, packed)), num_bytes
         self._kept_bytes += num_bytes
         self._next += 1
-        self._pump(self._options.max_pending)
+        self._send_pushes(self._options.max_pending)
 
     def flush(self) -> None:
-        """Wait until the current actor has answered all pushes."""
-        self._pump(0)
-        if self._kept and self.has_restarted(self.ask("hello", self._collector)):
-            self._pump(0)
+        """Wait until the actor has answered all pushes. Repeat this if the actor has restarted."""
+        self._send_pushes(0)
+        if self._kept and self.has_restarted(self.ask("acknowledge", self._collector)):
+            self._send_pushes(0)
 
     def catch_up(self) -> None:
-        """Send pushes again if an earlier answer showed a restart of the actor."""
-        if self._sent < 0:
-            self._pump(0)
+        """If an earlier answer showed a restart of the actor, send the lost pushes again."""
+        if self._to_send < 0:
+            self._send_pushes(0)
 
-    def checkpoint(self, is_anew: bool = True) -> None:
-        """Flush and wait for a checkpoint.
+    def checkpoint(self, is_forced: bool = True) -> None:
+        """Flush, and save a checkpoint of the shard.
 
-        If `is_anew` is False, an existing checkpoint with all pushes of this client is sufficient.
+        If `is_forced` is False, a checkpoint is saved only if the last checkpoint does not contain
+        all pushes of this client.
         """
         self.flush()
-        self._note(self.ask("save", self._collector, 0 if is_anew else self._next))
+        self._note(self.ask("save", self._collector, 0 if is_forced else self._next))
 
-    def _pump(self, most: int) -> None:
-        """Send all unsent pushes, and wait until at most `most` pushes are unanswered."""
-        self.lasting(lambda: self._pump_once(most))
+    def _send_pushes(self, max_unanswered: int) -> None:
+        """Send all unsent pushes, and wait until at most `max_unanswered` are unanswered."""
+        self.retried(lambda: self._try_to_send_pushes(max_unanswered))
 
-    def _pump_once(self, most: int) -> None:
-        while self._sent < self._next or len(self._pending) > most:
-            if self._sent < 0:
-                self._note(self.answer(self.start("hello", self._collector)), is_back=True)
-            elif self._sent < self._next and len(self._pending) < self._options.max_pending:
-                method, content, _ = self._kept[self._sent]
-                self._pending.append(
-                    (self._sent, self.start(method, self._collector, self._sent, content))
-                )
-                self._sent += 1
+    def _try_to_send_pushes(self, max_unanswered: int) -> None:
+        while self._to_send < self._next or len(self._pending) > max_unanswered:
+            if self._to_send < 0:
+                ack = self.answer(self.start("acknowledge", self._collector))
+                self._note(ack, resumes=True)
+            elif self._to_send < self._next and len(self._pending) < self._options.max_pending:
+                number = self._to_send
+                method, content, _ = self._kept[number]
+                reference = self.start(method, self._collector, number, content)
+                self._pending.append((number, reference))
+                self._to_send += 1
             else:
-                self._end_push()
+                self._read_oldest_answer()
 
-    def _end_push(self) -> None:
+    def _read_oldest_answer(self) -> None:
+        """Wait for the answer to the oldest unanswered push. Raises the error of the push."""
         number, reference = self._pending[0]
         try:
             ack, error = self.answer(reference)
         except RateLimitedError:
-            self._sent = -1  # The next call sends this push again.
+            # The shard has not counted this push. The next call sends it again.
+            self._to_send = -1
             raise
         self._pending.popleft()
-        self._note(ack, is_back=ack.due <= number)
+        self._note(ack, resumes=ack.due <= number)
         if error is not None:
-            # The shard has counted the failed push. After a restart, an empty push is sent instead,
-            # so that the shard counts it again.
+            # The shard has counted the failed push. If it must be sent again after a restart, send
+            # a push without a method, which is only counted.
             if number in self._kept:
                 self._kept[number] = "push", ("", None), self._kept[number][2]
             raise error
 
-    def _note(self, ack: Ack, is_back: bool = False) -> None:
-        """Store an answer and delete the pushes that need not be sent again.
+    def _note(self, ack: Ack, resumes: bool = False) -> None:
+        """Store an `Ack` and delete the pushes that need not be sent again.
 
-        With `is_back`, sending resumes at the due number of the answer.
+        With `resumes`, the next push to send is the due number in the `Ack`.
         """
         self.last_ack = ack
-        if is_back:
-            self._sent = ack.due
+        if resumes:
+            self._to_send = ack.due
             self._pending.clear()
             if ack.due < self._next and ack.due not in self._kept:
                 raise BackgroundError(
-                    f"The checkpoint of {self.where} lacks push {ack.due}, which this client no "
-                    "longer stores. The rows of this push are lost."
+                    f"The checkpoint of {self.where} does not contain push {ack.due}, which this "
+                    "client no longer stores. The rows of this push are lost."
                 )
-        while self._kept and (oldest := next(iter(self._kept))) < (
-            ack.unsaved if self._is_kept else ack.due
-        ):
-            self._kept_bytes -= self._kept.pop(oldest)[2]
+        first_needed = ack.unsaved if self._has_checkpoints else ack.due
+        while self._kept:
+            oldest = next(iter(self._kept))
+            if oldest >= first_needed:
+                break
+            _, _, num_bytes = self._kept.pop(oldest)
+            self._kept_bytes -= num_bytes
