@@ -57,10 +57,11 @@ class RemoteBuffer:
         UsageError: The buffer has no method `sample`, has its own rate limiter, or is a
             `BufferManager` although there are several shards.
 
-    A client has the methods of the buffer that add rows (`extend`, `add`, `push`, ...), that draw
-    (`sample`, `sample_transitions`, `sample_tensors`), and that pass results of a learner
-    (`update_priorities`, `update`). Updates are sent as pushes. A client that is passed to a task
-    or another actor becomes another client of the same shards. Use each client in one thread.
+    A client has these methods of the buffer: methods that add rows (`extend`, `add`, `push`, ...),
+    methods that draw (`sample`, `sample_transitions`, `sample_tensors`), and updates with results
+    of a learner (`update_priorities`, `update`). Updates are sent as pushes. A client that is
+    passed to a task or another actor becomes another client of the same shards. Use each client in
+    one thread.
 
     Draws: The probability that a row comes from a shard is the shard's share of all rows. The rows
     of a batch are ordered by shard. With `prefetch`, a batch may be drawn up to that many replies
@@ -117,11 +118,13 @@ class RemoteBuffer:
     def __getattr__(self, name: str) -> Any:
         if name not in _METHODS:
             raise AttributeError(
-                f"a RemoteBuffer has no {name!r}. Use call({name!r}, ...) to call it on each buffer."
+                f"a RemoteBuffer has no {name!r}. Use call({name!r}, ...) to call it on each "
+                "buffer."
             )
         if not self._links:
             raise ClosedError(
-                f"the buffer is closed, and {name!r} needs an open buffer. Create a new RemoteBuffer."
+                f"the buffer is closed, and {name!r} needs an open buffer. Create a new "
+                "RemoteBuffer."
             )
         return lambda *args, **options: getattr(self, _METHODS[name])(name, args, options)
 

@@ -73,9 +73,8 @@ class RslRlStorage(RolloutStorage):
         actions_shape: Shape of one action.
         device: Device of all data.
         compat: Whether mini-batches are drawn as in rsl_rl. All epochs of an update then use the
-            same permutation, and rows or envs that remain after the division into equal
-            mini-batches are left out. Otherwise each epoch has a new permutation, and no env is
-            left out.
+            same permutation. Rows or envs that remain after the division into equal mini-batches
+            are left out. Otherwise each epoch has a new permutation, and no env is left out.
         generator: As for `RolloutStorage`. For the same permutations and losses as rsl_rl with the
             same seed, pass the generator that rsl_rl uses: `torch.default_generator`, on a GPU
             `torch.cuda.default_generators[index]`.

@@ -1,7 +1,7 @@
 """`TransferQueueBuffer`: rows in a partition of TransferQueue, shared with all other clients.
 
 TransferQueue is a distributed store for Ray, which stores and sends the rows. Each row has a key of
-the queue, and each field is a column, so that other clients can read and write single fields.
+the queue, and each field is a column. Other clients can therefore read and write single fields.
 Levels of field names are joined by "/".
 To sample on the machine that stores the rows, use `storage.remote.RemoteBuffer`.
 """
@@ -30,8 +30,8 @@ class TransferQueueBuffer:
             objects created since that seed changed.
 
     The constructor calls `transfer_queue.init()`, which connects to the queue of this process's Ray
-    cluster. If there is no queue, this starts one, and waits until the cluster has a processor for
-    each actor of the queue.
+    cluster, or starts a queue. A start waits until the cluster has a processor for each actor of
+    the queue.
     """
 
     def __init__(self, partition: str, seed: int | None = None) -> None:

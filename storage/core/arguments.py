@@ -2,8 +2,8 @@
 
 Every check has the form `check(name, value, ...)`. The library accepts numbers, flags and paths
 only through these checks. The message is *<call>: <name> must be <condition>, got <value>.* Import
-the module and call `arguments.device(...)`, because checks such as `device` would otherwise collide
-with arguments of the same name.
+the module and call `arguments.device(...)`. Checks such as `device` have the name of a common
+argument.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Atomic replacement of files and folders, and safe reading of small files.
 
-New content is written to a temporary path in the folder of the target, flushed and renamed, so that
-a crash leaves the old or the new content. Type and size of a file are checked before the file is
+New content is written to a temporary path in the folder of the target, flushed and renamed. A crash
+leaves the old or the new content. Type and size of a file are checked before the file is
 read. A JSON object has the CRC-32 of its other keys under the key `crc32`; older files have no such
 key.
 """

@@ -236,13 +236,11 @@ class Schema(Mapping[str, Field]):
             if name not in other:
                 return f"field {name!r} is missing"
             if self[name] != other[name]:
-                mine = self[name]
-                theirs = other[name]
-                return f"field {name!r} is {_words(theirs)} instead of {_words(mine)}"
+                return f"field {name!r} is {_words(other[name])} instead of {_words(self[name])}"
         extra = [name for name in other if name not in self]
         if extra:
             return f"field {extra[0]!r} is new"
-        return "" if list(self) == list(other) else "the fields stand in another order"
+        return "" if list(self) == list(other) else "the fields have another order"
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the fields in order, each as the result of `Field.to_json`."""
@@ -255,8 +253,8 @@ class Schema(Mapping[str, Field]):
 
 
 def _words(field: Field) -> str:
-    what = "texts" if field.is_text else f"{field.dtype}{list(field.shape)}"
-    return what + ("" if field.codec == "raw" else f" coded as {field.codec}")
+    form = "texts" if field.is_text else f"{field.dtype}{list(field.shape)}"
+    return form if field.codec == "raw" else f"{form} coded as {field.codec}"
 
 
 def flatten(

@@ -102,8 +102,8 @@ def generator_on(
 def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.int64]:
     """Convert weights to integers with a sum below `2 ** num_bits`.
 
-    All weights are multiplied by the same power of two and rounded, so that the largest of n
-    weights has about `num_bits - log2(n)` bits. A weight above 0 becomes at least 1. Multiplication
+    All weights are multiplied by the same power of two and rounded. The largest of n weights then
+    has about `num_bits - log2(n)` bits. A weight above 0 becomes at least 1. Multiplication
     by a power of two and rounding are exact, so that results are equal on every processor.
 
     Args:

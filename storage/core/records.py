@@ -33,8 +33,8 @@ COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "complex64": (torch.complex64, np.dtype("<c8")),
     "complex128": (torch.complex128, np.dtype("<c16")),
 }
-#: Maximum bytes of a record that `read_again` returns as arrays. torch copies larger records faster,
-#: with several threads.
+#: Maximum bytes of a record that `read_again` returns as arrays. torch copies larger records
+#: faster, with several threads.
 _MAX_FORM_BYTES = 4 * 1024 * 1024
 
 
@@ -278,8 +278,8 @@ def _in_range(value: torch.Tensor, field: Field, deferred: DeferredErrors | None
             is_lost.sum(),
             lambda count: (
                 FieldTypeError(
-                    f"field {field.name!r} had numbers outside {limits} in an earlier call, which were "
-                    f"stored as 0. Their count is {count}."
+                    f"field {field.name!r} had numbers outside {limits} in an earlier call, which "
+                    f"were stored as 0. Their count is {count}."
                 )
                 if count
                 else None
@@ -372,7 +372,7 @@ class RecordReader:
         self._tensor_shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._tensor_lead: tuple[int, ...] = ()
         #: For each item of `_leaves`: expected shape of the array, and shape of the array that
-        #: `read_again` returns. The expected shape begins with the leading sizes of the last record.
+        #: `read_again` returns. The expected shape begins with the leading sizes of that record.
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def renewed(self, num_lanes: int | None = None) -> RecordReader:
@@ -656,8 +656,8 @@ class RecordReader:
     def _set_shapes(self, first: npt.NDArray[Any]) -> bool:
         """Set `_shapes` for the leading sizes of a new record, whose first leaf is `first`.
 
-        Returns False if the sizes do not match the number of lanes, if there is no row, or if the
-        record is too large for `read_again`.
+        Returns False if the record has no row or is too large for `read_again`, or if its sizes do
+        not match the number of lanes.
         """
         lead = first.shape[: self.num_lead]
         lanes = self.num_lanes or 1

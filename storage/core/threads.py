@@ -202,7 +202,8 @@ class Worker:
         """
         if left := wait(self._pending(), timeout).not_done:
             raise WaitTimeoutError(
-                f"The jobs of {self.name} did not finish within {timeout} s. Pending jobs: {len(left)}."
+                f"The jobs of {self.name} did not finish within {timeout} s. Pending jobs: "
+                f"{len(left)}."
             )
         self.check()
 

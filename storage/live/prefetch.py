@@ -157,8 +157,8 @@ class PrefetchedItems(Owned, Iterator[T]):
     """One iteration of a `PipelinedDataCollector`.
 
     `close` and the end of a `with` block stop the producer and wait for its thread. If the garbage
-    collector deletes the iteration, nothing waits for the thread, because the garbage collector may
-    run while a lock is held that the thread needs.
+    collector deletes the iteration, nothing waits for the thread. The garbage collector may run
+    while a lock is held that the thread needs.
     """
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:

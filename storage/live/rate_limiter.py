@@ -192,8 +192,8 @@ class RateLimiter:
         needed = (self.samples_per_insert * largest[True] + largest[False]) / 2
         if self.tolerance < needed:
             raise UsageError(
-                f"tolerance must be at least {needed:g} for insertions of {largest[True]} and draws "
-                f"of {largest[False]} items, got {self.tolerance:g}."
+                f"tolerance must be at least {needed:g} for insertions of {largest[True]} and "
+                f"draws of {largest[False]} items, got {self.tolerance:g}."
             )
         return largest
 

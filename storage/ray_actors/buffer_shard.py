@@ -193,8 +193,8 @@ class Shard:
             problem = f"a {type_name} has no method sample and cannot be used in an actor."
         elif buffer not in parts and num_shards > 1:
             problem = (
-                f"a {type_name} cannot be divided into {num_shards} shards. Create one RemoteBuffer for "
-                "each of its buffers."
+                f"a {type_name} cannot be divided into {num_shards} shards. Create one "
+                "RemoteBuffer for each of its buffers."
             )
         elif any(getattr(part, "rate_limiter", None) for part in parts):
             problem = (
@@ -331,8 +331,8 @@ class Shard:
     ) -> tuple[Ack, Exception | None]:
         """Apply a push of one of the methods `UPDATES`, as `push` does.
 
-        Ray runs this method in the thread of draws, so that an update does not wait for an earlier
-        push that the rate limiter delays.
+        Ray runs this method in the thread of draws. An update therefore does not wait for a push
+        that the rate limiter delays.
         """
         return self.push(collector, number, content)
 

@@ -294,8 +294,8 @@ def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
 def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[bytes]:
     """Yield the header messages of a group or dataset that contain attributes.
 
-    If the attributes are in a fractal heap, this yields all byte ranges of the heap that may be the
-    message of the attribute `name`, because the heap has no list of its attributes.
+    A fractal heap has no list of its attributes. If the attributes are in such a heap, this yields
+    all byte ranges that may be the message of the attribute `name`.
 
     Args:
         file: The file.
