@@ -99,8 +99,9 @@ class NoteTable:
         is_sorted = (table["key"][1:] >= table["key"][:-1]).all()
         if not has_valid_sizes or not is_sorted:
             raise CorruptFileError(
-                f"the table of annotations has {int(sizes.sum())} bytes, expected {num_bytes} "
-                f"bytes in sorted entries of at most {MAX_NOTE_BYTES}."
+                f"the table of annotations is invalid: expected annotations of {num_bytes} bytes "
+                f"in total, of at most {MAX_NOTE_BYTES} bytes each, sorted by key, got "
+                f"{int(sizes.sum())} bytes."
             )
         bounds = offset + np.append(0, np.cumsum(sizes))
         return cls(table["key"].copy(), bounds, table["checksum"].copy())

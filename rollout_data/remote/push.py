@@ -103,10 +103,11 @@ def push(
         spans = spans_of(block, folder.schema)
         send = partial(_put_block, files, path, spans, name in listed)
         uploads.append(fetcher.submit(send, f"{name!r} at {url!r}"))
+    num_new = 0
     try:
-        num_new: int = sum(
-            map(fetcher.wait, tqdm(uploads, desc="push", unit=" blocks", disable=not progress))
-        )
+        for upload in tqdm(uploads, desc="push", unit=" blocks", disable=not progress):
+            is_new = fetcher.wait(upload)
+            num_new += int(is_new)
         with suppress(FileExistsError):
             create = partial(files.system.pipe_file, target, text, mode="create")
             fetcher.wait(fetcher.submit(create, repr(target)))

@@ -68,13 +68,7 @@ class Simulator:
         )
         self.is_over = np.zeros(self.num_envs, bool)
         self.infos = dict[str, Any]()
-        mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
-        mode = _MODES.get(str(getattr(mode, "value", mode)).replace("_", "").lower())
-        mode = (
-            autoreset
-            or mode
-            or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
-        )
+        mode = autoreset or _declared_mode(env)
         self._is_mode_known = mode is not None
         self._mode = mode or ("disabled" if self._is_single else None)
         #: Whether `action_space` is the space of all envs together. In stable-baselines3 it is the
@@ -180,9 +174,11 @@ class Simulator:
         fields = self.copied(_fields(observation, privileged))
         self.seen = fields
         if self._mode in ("next_step", "disabled"):
+            # The observation of this step is the final observation of the episodes that ended.
             self.is_over = done if self._mode == "next_step" else self.is_over | done
             record["env_mask"] = present
         elif done.any():
+            # The observation of this step belongs to the next episodes.
             rows, final_privileged, is_missing = final_rows(infos, observation, done)
             fields = {} if rows is None else _fields(rows, final_privileged)
             if fields and is_missing.any():
@@ -384,6 +380,19 @@ def _leaf(tree: Any) -> Any:
     while hasattr(tree, "items"):
         tree = next(iter(tree.values()))
     return tree
+
+
+def _declared_mode(env: Any) -> str | None:
+    """Return the autoreset mode that an env declares; None if it declares none.
+
+    Gymnasium declares it in `metadata`, as a text or an enum, and ManiSkill by `auto_reset`.
+    """
+    declared = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    text = str(getattr(declared, "value", declared))
+    mode = _MODES.get(text.replace("_", "").lower())
+    if mode is not None:
+        return mode
+    return {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
 
 
 def _attribute(env: Any, name: str) -> Any:

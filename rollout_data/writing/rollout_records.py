@@ -191,6 +191,7 @@ class RolloutReader:
         final_texts = {
             name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS
         }
+        # A record of the same form as the previous one needs no checks of names and shapes.
         form = (
             is_step,
             [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()],
@@ -242,6 +243,7 @@ class RolloutReader:
             rows = {name: _stored(schema[name], leaf, errors) for name, leaf in picked.items()}
             missing = [name for name in schema.below(PRIVILEGED) if name not in rows]
             if missing:
+                # The privileged observation of the last frame is stored instead.
                 rows |= {name: stored[name][is_end] for name in missing}
                 marks |= is_end * np.uint8(FINAL_OBSERVATION_ONLY)
         episodes = () if episode is None else episode_notes(episode, marks, is_step)

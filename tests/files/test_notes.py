@@ -449,10 +449,10 @@ def test_opening_a_block_with_contradictory_tables_of_notes_raises(block, tmp_pa
     huge["num_bytes"] = 1 << 30
     read_header(rewritten(block, tmp_path / "same.h5", table=table, bytes=data))
     for text, parts in {
-        "in sorted entries of at most": {"table": huge},
-        "sorted entries": {"table": table[::-1].copy()},
+        "bytes each, sorted by key, got": {"table": huge},
+        "sorted by key": {"table": table[::-1].copy()},
         "'episodes/table' has dtype": {"table": np.arange(3)},
-        f"expected {len(data) - 1} bytes": {"bytes": data[:-1]},
+        f"expected annotations of {len(data) - 1} bytes": {"bytes": data[:-1]},
     }.items():
         with pytest.raises(CorruptFileError, match=text):
             read_header(rewritten(block, tmp_path / "other.h5", **parts))
