@@ -62,22 +62,45 @@ class StepPairs:
             following: Observations `[T, num_envs, *event]` after these steps, by flat name.
         """
         with self._lock, self._order.writes:
-            earlier = self._waiting or ({}, {})
-            for columns in earlier:
-                self._order.keep(columns.values())
-            steps = {name: _joined(earlier[0].get(name), x) for name, x in steps.items()}
-            following = {name: _joined(earlier[1].get(name), x) for name, x in following.items()}
-            differences = [following[name][:-1] != steps[name][1:] for name in following]
-            flags = [steps[name][:-1] for name in self._end_names & steps.keys()]
-            is_cut = _any_set(differences) & _any_set(flags).logical_not()
-            for name in self._cut_names & steps.keys():
-                flag = steps[name][:-1]
-                flag |= is_cut.view_as(flag)
-            self.buffer.extend(_rows_before_last(steps), final=_rows_before_last(following))
+            num_steps = len(next(iter(following.values())))
+            if num_steps == 0:
+                return
+            waiting = self._waiting
+            if waiting is not None:
+                for columns in waiting:
+                    self._order.keep(columns.values())
+                self._write(*waiting, {name: steps[name][:1] for name in following})
+                self._waiting = None
+            if waiting is None or num_steps > 1:
+                # Writing no rows, at the first call with one step, still checks all fields.
+                self._write(
+                    {name: x[:-1] for name, x in steps.items()},
+                    {name: x[:-1] for name, x in following.items()},
+                    {name: steps[name][1:] for name in following},
+                )
+            last_steps = {name: x[-1:] for name, x in steps.items()}
+            last_following = {name: x[-1:] for name, x in following.items()}
+            earlier = waiting or ({}, {})
             self._waiting = (
-                {name: x[-1:] for name, x in steps.items()},
-                {name: x[-1:] for name, x in following.items()},
+                _copied(last_steps, earlier[0]),
+                _copied(last_following, earlier[1]),
             )
+
+    def _write(self, steps: _Columns, following: _Columns, later: _Columns) -> None:
+        """Write steps to the buffer.
+
+        Args:
+            steps: Fields `[T, num_envs, *event]`.
+            following: Observations `[T, num_envs, *event]` after these steps.
+            later: Observations `[T, num_envs, *event]` at the beginning of the steps after these.
+        """
+        differences = [following[name] != later[name] for name in following]
+        flags = [steps[name] for name in self._end_names & steps.keys()]
+        is_cut = _any_set(differences) & _any_set(flags).logical_not()
+        rows = dict(steps)
+        for name in self._cut_names & steps.keys():
+            rows[name] = steps[name] | is_cut.view_as(steps[name])
+        self.buffer.extend(_rows(rows), final=_rows(following))
 
     def clear(self) -> None:
         """Remove all steps."""
@@ -86,9 +109,16 @@ class StepPairs:
             self.buffer.clear()
 
 
-def _joined(earlier: torch.Tensor | None, later: torch.Tensor) -> torch.Tensor:
-    """Return T later steps, with the earlier step in front if there is one: new memory."""
-    return torch.cat([later] if earlier is None else [earlier, later])
+def _copied(columns: _Columns, memory: _Columns) -> _Columns:
+    """Copy tensors, into `memory` if its tensors have the same names, types and shapes."""
+    if _layout(columns) == _layout(memory):
+        torch._foreach_copy_([memory[name] for name in columns], list(columns.values()))
+        return memory
+    return {name: column.clone() for name, column in columns.items()}
+
+
+def _layout(columns: _Columns) -> dict[str, tuple[torch.dtype, torch.device, torch.Size]]:
+    return {name: (x.dtype, x.device, x.shape) for name, x in columns.items()}
 
 
 def _any_set(flags: list[torch.Tensor]) -> torch.Tensor:
@@ -96,5 +126,6 @@ def _any_set(flags: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([flag.flatten(2) for flag in flags], 2).any(2)
 
 
-def _rows_before_last(columns: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    return unflatten({name: x[:-1].flatten(0, 1) for name, x in columns.items()})
+def _rows(columns: _Columns) -> dict[str, object]:
+    """Return nested fields `[T * num_envs, *event]` of fields `[T, num_envs, *event]`."""
+    return unflatten({name: x.flatten(0, 1) for name, x in columns.items()})

@@ -218,6 +218,9 @@ class EndedRows:
         }
         #: On a device: copy of the number of live ended rows; None if no copy is in progress.
         self._copied_count: HostCopy | None = None
+        #: On a device: the largest possible number of live ended rows, that is the last count and
+        #: all rows since. The number in `_copied_count` is not included.
+        self._max_live = 0
 
     @property
     def num_bytes(self) -> int:
@@ -254,6 +257,7 @@ class EndedRows:
                 return None
             count = int(self._copied_count)
             self._copied_count = None
+            self._max_live += count
             if 2 * count <= self.num_places or self.num_places >= self._num_rows:
                 return None
         num_more = max(num_more, self.num_places)
@@ -271,7 +275,7 @@ class EndedRows:
 
     def append(
         self, ended: torch.Tensor, leaves: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """Store the fields of ended rows, before `RingStore.write` writes the rows themselves.
 
         Args:
@@ -279,14 +283,15 @@ class EndedRows:
             leaves: `[n, lanes, *event]` by field name.
 
         Returns:
-            A tuple (rows, slots, lost). `rows` are numbers of new rows, `step * lanes + lane`: of
-            the ended rows on the CPU, of all new rows elsewhere. `slots` is the slot of each of
-            these rows, 0 for a row that ended no trajectory. `lost` is the key of the live row that
-            was overwritten in each of these slots, -1 if none was; always None on the CPU.
+            A tuple (rows, slots, overwritten). `rows` are numbers of new rows, `step * lanes + lane`:
+            of the ended rows on the CPU, of all new rows elsewhere. `slots` is the slot of each of
+            these rows, 0 for a row that ended no trajectory. `overwritten` is None on the CPU, where
+            no live row is overwritten. Elsewhere it is a pair of tensors: the key of the row that
+            was in each of these slots, -1 if the slot was free, and whether that row was live.
         """
         flags = ended.flatten()
         first_key = self._ring.total * self._ring.num_lanes
-        lost = None
+        overwritten = None
         if self._is_on_cpu:
             rows = flags.nonzero().squeeze(1)
             numbers = torch.arange(self._count, self._count + len(rows), device="cpu")
@@ -299,16 +304,20 @@ class EndedRows:
             places = torch.where(flags, (rank + (self._count - 1)) % self.num_places + 1, 0)
             keys = torch.where(flags, rows + first_key, -1)
             before = self._keys.index_select(0, places)
-            lost = torch.where(before >= self._oldest_key(len(ended)), before, -1)
+            overwritten = (before, before >= self._oldest_key(len(ended)))
             self._count += rank[-1]
         self._keys[places] = keys
         for name, leaf in leaves.items():
             column = self._columns[name]
             values = signed(leaf.to(column.dtype)).flatten(0, 1)
             signed(column)[places] = values[rows] if self._is_on_cpu else values
-        if not self._is_on_cpu and self._copied_count is None:
+        self._max_live += len(flags)
+        # Count only if more than half of the slots could be in use.
+        may_be_full = not self._is_on_cpu and 2 * self._max_live > self.num_places
+        if may_be_full and self._copied_count is None:
             self._copied_count = HostCopy(self.num_live(len(ended)))
-        return rows, places, lost
+            self._max_live = 0
+        return rows, places, overwritten
 
     def num_live(self, num_more: int = 0) -> Any:
         """Return the number of ended rows that are still live after `num_more` more steps.
@@ -403,6 +412,7 @@ class EndedRows:
             self._columns[name] = column.new_zeros((self.num_places + 1, *column.shape[1:]))
             self._columns[name][1 : len(keys) + 1] = leaf.to(device)
         self._set_count(len(keys), len(keys))
+        self._max_live = len(keys)
         return self._keys[: len(keys) + 1]
 
     def _oldest_key(self, num_more: int) -> int:

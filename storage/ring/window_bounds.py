@@ -239,7 +239,7 @@ class Boundaries:
         slot = ring.total % self._num_slots
         first_ages = self._ages[slot]
         if self.finals is not None:
-            first_ages = first_ages * (first_ages > 0)
+            first_ages = first_ages.clip(0)
         if num_rows == 1:
             ages: Any = first_ages[None]
             next_slot = slot + 1 if slot < ring.num_slots else 0
@@ -528,13 +528,14 @@ class Boundaries:
             name: leaf.to(ended.device)
             for name, leaf in zip(final.schema, final.tensors, strict=True)
         }
-        rows, places, lost = self.finals.append(ended, leaves)
-        if lost is not None:
-            index = torch.where(
-                lost >= 0, (lost + self.ring.num_lanes) % self.ages.numel(), self.ages.numel()
-            )
+        rows, places, overwritten = self.finals.append(ended, leaves)
+        if overwritten is not None:
+            # The last element of `_all_ages` is unused. It receives the writes for other slots.
+            keys, is_lost = overwritten
+            unused = self.ages.numel()
+            index = torch.where(is_lost, (keys + self.ring.num_lanes) % unused, unused)
             self._all_ages.index_fill_(0, index, 0)
-            self.num_lost_finals = self.num_lost_finals + (lost >= 0).sum()
+            self.num_lost_finals = self.num_lost_finals + is_lost.sum()
             return (-places).to(torch.int32).view(ended.shape)
         begins = torch.zeros(ended.numel(), dtype=torch.int32, device=ended.device)
         begins[rows] = (-places).to(torch.int32)
