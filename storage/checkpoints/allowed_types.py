@@ -200,7 +200,7 @@ def _classes_of_program(enum_class: type) -> list[type]:
 
 
 def _array() -> None:
-    """Do nothing. This function replaces the class `numpy.ndarray`, which a pickled array names."""
+    """Do nothing. This function replaces `numpy.ndarray`, to which each pickled array refers."""
 
 
 def _empty_array(array_class: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
@@ -323,9 +323,9 @@ def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
 
 
 def _is_always_loaded(part: Any) -> bool:
-    """Return whether a tensor, array or numpy scalar is loaded, as far as its type shows.
+    """Return whether the type and layout of a value show that it is loaded by default.
 
-    Other objects must be tested by `_why_refused`.
+    `_why_refused` tests all other values.
     """
     if isinstance(part, torch.Tensor):
         is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided

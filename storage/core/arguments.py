@@ -40,7 +40,7 @@ def options(owner: Any, values: Mapping[str, Any]) -> None:
         values: Keyword arguments that the user passed to the constructor.
 
     Raises:
-        TypeError: An option is unknown. The message names the class and its arguments, the nearest
+        TypeError: An argument is unknown. The message names the class and its arguments, the nearest
             first.
     """
     constructors = [
@@ -61,7 +61,7 @@ def options_of(
         but: Names that the user must not pass, because the called function sets them itself.
 
     Raises:
-        TypeError: An option is unknown. The message names `call` and the known arguments, the
+        TypeError: An argument is unknown. The message names `call` and the known arguments, the
             nearest first.
     """
     parameters = [
