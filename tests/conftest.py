@@ -1,4 +1,4 @@
-"""Shared by all tests: the number of examples and combinations, and a pretended GPU for tests that need one.
+"""Fixtures and options of all tests: numbers of examples and combinations, and a pretended GPU.
 
 `make test` runs a part of the examples and combinations. `make fuzz` runs all of them, and many
 more examples.
@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.pretend_cuda import PretendCuda
 
-# Processes that tests start keep what they compile; to compile the library anew takes each half a
-# second.
+# Processes that tests start share compiled files. Compiling the library again takes half a second
+# in each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 #: Share of the examples in `@settings` that a test runs by default.
@@ -34,7 +34,7 @@ ASKED = "_hypothesis_internal_use_settings"
 #: Operations after which an event of the late device completes: more than two calls have.
 LATENESS = 100
 
-# A busy machine is no reason to fail.
+# A busy machine must not fail a test.
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile(
     "default", max_examples=round(100 * DEFAULT_SHARE), derandomize=True, **BUSY
@@ -80,7 +80,9 @@ def pytest_collection_finish() -> None:
 
 
 def deselect_combinations(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `each_value`, keep a few combinations that contain every value of every parameter."""
+    """Of each test marked `each_value`, keep a few combinations that have every value of every
+    parameter.
+    """
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("each_value"):
@@ -123,14 +125,19 @@ def parameter_values(item: pytest.Item) -> set[tuple[object, ...]]:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder for `TMPDIR`: sockets below it have names of at most 107 bytes, for which `tmp_path` leaves no room."""
+    """A folder for `TMPDIR`.
+
+    Sockets need names of at most 107 bytes, and `tmp_path` is too long for them.
+    """
     with tempfile.TemporaryDirectory(prefix="rd_") as name:
         yield Path(name)
 
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Let SIGINT raise `KeyboardInterrupt`, also if a shell has started the tests with SIGINT ignored."""
+    """Let SIGINT raise `KeyboardInterrupt`, also if a shell has started the tests with SIGINT
+    ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -138,7 +145,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def cuda_device(request: pytest.FixtureRequest) -> Iterator[PretendCuda | None]:
-    """The pretended device in tests marked `gpu`, where there is no real one."""
+    """The pretended device in tests marked `gpu`, unless there is a real device."""
     if request.node.get_closest_marker("gpu") is None or torch.cuda.is_available():
         yield None
         return
@@ -148,7 +155,7 @@ def cuda_device(request: pytest.FixtureRequest) -> Iterator[PretendCuda | None]:
 
 @pytest.fixture(params=["in time", "late"])
 def any_device(request: pytest.FixtureRequest, cuda_device: PretendCuda | None) -> Iterator[None]:
-    """The device, and the pretended one also where events complete late."""
+    """The device. On the pretended device the test runs again with late events."""
     if request.param == "late":
         if cuda_device is None:
             pytest.skip("a real device completes its events when it does")

@@ -1,7 +1,8 @@
-"""Faults in calls of the operating system: one fails, waits, or lets another process in, at a given instant.
+"""Faults in calls of the operating system: at a given instant a call fails, waits, or another
+process runs.
 
-Calls of `os` are replaced, as no other means stops a process between two of them; the library's own
-are not.
+Calls of `os` are replaced, because only this stops a process between two of them. Functions of the
+library are not replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from unittest import mock
 
 @contextmanager
 def instead_of(name: str, act: Callable[..., Any]) -> Iterator[None]:
-    """Let `os.<name>(...)` be `act(call, ...)`, where `call` is the real one."""
+    """Replace `os.<name>(...)` by `act(call, ...)`, where `call` is the original function."""
     call = getattr(os, name)
     with mock.patch.object(
         os, name, lambda *arguments, **options: act(call, *arguments, **options)
@@ -26,7 +27,7 @@ def instead_of(name: str, act: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def killed_at(name: str, nth: int) -> Iterator[None]:
-    """Be killed in the call number `nth`, counted from 0, of `os.<name>`."""
+    """Kill the process in the call number `nth` of `os.<name>`, counted from 0."""
     num_calls = 0
 
     def counted(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Worker processes that are killed: one process imports everything once and forks a worker on request.
+"""Worker processes that are killed.
+
+One process imports everything once, and forks a worker on request.
 
 `python -m tests.killed module:function` reads lines "folder seed" and answers each with the process
 id of a worker, which runs `function(folder, seed)` until it is killed or interrupted. What it tells
@@ -24,7 +26,7 @@ _PATIENCE_S = 60.0
 
 
 class Counter:
-    """A number in a file, that is there after a kill."""
+    """A number in a file, which survives a kill."""
 
     def __init__(self, path: Path) -> None:
         self.file = os.open(path, os.O_CREAT | os.O_RDWR)
@@ -54,7 +56,10 @@ def workers(work: str) -> Iterator[subprocess.Popen]:
 
 
 def start_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: float = 0.25) -> int:
-    """Make a folder, start a worker in it, let it live for a random time; give its process id."""
+    """Create a folder, start a worker in it, and let it run for a random time.
+
+    Return its process id.
+    """
     folder.mkdir()
     process.stdin.write(f"{folder} {seed}\n")
     process.stdin.flush()
@@ -73,9 +78,10 @@ def kill_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: floa
 def kill_one_at(
     process: subprocess.Popen, folder: Path, seed: int, progress: Path, most: int = 20
 ) -> None:
-    """Let a worker in a new folder go on until its `Counter` in the file `progress` has a random value; kill it.
+    """Let a worker run in a new folder until its `Counter` in the file `progress` has a random
+    value. Kill it.
 
-    However busy the machine is, it is killed in the midst of its work.
+    So the worker is killed within its work, also on a busy machine.
     """
     rng = np.random.default_rng(seed)
     process_id = start_one(process, folder, seed, 0.0)
@@ -89,9 +95,9 @@ def kill_one_at(
 
 
 def interrupt_one(process: subprocess.Popen, folder: Path, seed: int, progress: Path) -> None:
-    """Let a worker live for a random time in a new folder and press Ctrl-C until it does not go on.
+    """Let a worker run for a random time in a new folder, and press Ctrl-C until it stops.
 
-    `progress` is the file of a `Counter` that the worker counts up while it goes on.
+    `progress` is the file of a `Counter`. The worker increments it while it runs.
     """
     process_id = start_one(process, folder, seed)
     os.kill(process_id, signal.SIGINT)
@@ -111,7 +117,7 @@ def interrupt_one(process: subprocess.Popen, folder: Path, seed: int, progress: 
 
 
 def has_ended(process_id: int, within_s: float) -> bool:
-    """Wait at most `within_s` seconds for a process to end; tell whether it has."""
+    """Wait at most `within_s` seconds for a process to end. Return whether it has ended."""
     end_s = time.monotonic() + within_s
     while os.path.exists(f"/proc/{process_id}"):
         if time.monotonic() > end_s:

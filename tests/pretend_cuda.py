@@ -1,4 +1,4 @@
-"""A pretended CUDA device, so that machines without a GPU can test what the library does on one.
+"""A pretended CUDA device for tests of device code on machines without a GPU.
 
 `PretendCuda` replaces what torch needs to know about `cuda:0`. Its tensors report that device,
 refuse `numpy()`, and hold their values in CPU memory, on which every operation runs. The device
@@ -167,7 +167,7 @@ class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
 
 
 class PretendGenerator(torch._C.Generator, metaclass=_GeneratorType):
-    """A generator that reports the device it was made for; its numbers are those of the CPU."""
+    """A generator that reports its device. Its numbers are those of the CPU."""
 
     #: `_cdata` of the generators on the device: operations receive other Python objects for the
     #: same generator.
@@ -234,7 +234,7 @@ class PretendEvent:
 
 
 class PretendStream:
-    """A stream; all streams of the pretended device are one, in order."""
+    """A stream. All streams of the pretended device are one, in order."""
 
     cuda_stream: ClassVar[int] = 0
     device: ClassVar[torch.device] = CUDA
@@ -343,7 +343,7 @@ class PretendCuda:
         PretendCuda._active = None
 
     def reset(self) -> Counts:
-        """Start new counts; return the old ones."""
+        """Reset the counts, and return the old ones."""
         before = self.counts
         self.counts = Counts()
         return before
@@ -359,7 +359,7 @@ class PretendCuda:
             self.is_strict = before
 
     def wait(self, name: str) -> None:
-        """Count a wait, or refuse it on a strict device."""
+        """Count a wait. On a strict device, raise an error."""
         place = f"{name} at {_caller()}"
         if self.is_strict:
             raise WaitError(f"called a synchronizing CUDA operation: {place}")
@@ -391,7 +391,7 @@ class PretendCuda:
         return tensor
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Execute an operation of torch, of which an operand or the result may be on the device."""
+        """Execute an operation of torch with an operand or a result on the device."""
         name = func._schema.name.split("::")[1]
         target = kwargs.get("device")
         leaves = tree_leaves((args, kwargs))
@@ -482,7 +482,7 @@ class PretendCuda:
                 self._pending[self.num_copies] = _CopyFromHost(source)
 
     def _note_pageable(self, name: str) -> None:
-        """Count a copy from or to pageable memory, or refuse it on a strict device."""
+        """Count a copy from or to pageable memory. On a strict device, raise an error."""
         place = f"{name} at {_caller()}"
         if self.is_strict:
             raise WaitError(f"the host may wait for a pageable copy: {place}")
@@ -492,7 +492,10 @@ class PretendCuda:
     def _check_operands(
         self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]
     ) -> None:
-        """Refuse operands on the host as a real device does, and count waits for indices."""
+        """Raise an error for operands on the host, as a real device does.
+
+        Count waits for indices.
+        """
         for leaf in leaves:
             if (
                 isinstance(leaf, torch._C.Generator)
@@ -745,7 +748,7 @@ def _no_modes() -> Iterator[None]:
 
 
 def _replacements(device: PretendCuda) -> dict[str, Any]:
-    """Return what is replaced while the device is installed: dotted name -> value."""
+    """Return the replaced functions while the device is installed: dotted name -> value."""
     stream = PretendStream()
     real_run = threading.Thread.run
 

@@ -1,4 +1,4 @@
-"""Configs of saved folders, read as one changes them by hand: without the checksum, which earlier saves lack too."""
+"""Configs of saved folders without the checksum, so that tests can edit them by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """Read a `config.json` without its checksum; whatever is written in its place is loaded as it is."""
+    """Read a `config.json` without its checksum.
+
+    An edited config is then loaded without an error.
+    """
     config = json.loads(path.read_text())
     del config["crc32"]
     return config

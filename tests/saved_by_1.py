@@ -1,4 +1,4 @@
-"""One save of every class, as format version 1 writes it: `tests/data/saves/v1`.
+"""One save of every class in format version 1: `tests/data/saves/v1`.
 
 `python -m tests.saved_by_1 FOLDER` writes such a set. The set in the repository is never written
 anew: what was saved once must load for as long as the library is used.
@@ -35,7 +35,9 @@ SAVES = Path(__file__).parent / "data" / "saves" / "v1"
 
 
 def rich(kind: Any) -> Any:
-    """A storage with grouped observations, hidden states and what a policy without mean and deviation gives."""
+    """Return a storage with grouped observations, hidden states, and outputs of a policy without
+    mean and deviation.
+    """
     outputs = {"logits": (4,), "choice": ((1,), torch.int64)}
     # Version 1 kept integers as float32 unless a dtype was declared.
     shapes = {"state": (3,), "camera": {"rgb": ((2, 2), "float32")}}
@@ -63,7 +65,7 @@ def rich(kind: Any) -> Any:
 
 
 def odd() -> Any:
-    """Items of several dtypes, nested, with texts and objects of Python beside them."""
+    """Return items of several dtypes, nested, with texts and Python objects."""
     store = NaiveReplayBuffer(4, generator=0)
     for number in range(3):
         leaves = {
@@ -84,7 +86,7 @@ STORES = {
 
 
 def state_of(value: Any) -> Any:
-    """Give what a store holds in plain values of Python."""
+    """Return the content of a store as plain Python values."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), value.tolist()]
     if isinstance(value, dict):

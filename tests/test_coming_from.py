@@ -1,4 +1,4 @@
-"""Every object, argument and default that the page for newcomers names is there."""
+"""Every object, argument and default on the page "Coming from another system" exists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OURS = [(system, span) for system, row in ROWS for span in SPAN.findall(row[1])]
 
 
 def imported(path: str) -> tuple[Any, Any]:
-    """Import a dotted name: the object, and what it was found in."""
+    """Import a dotted name. Return the object and its parent."""
     parts = path.split(".")
     for stop in range(len(parts), 0, -1):
         try:
@@ -55,7 +55,10 @@ def imported(path: str) -> tuple[Any, Any]:
 
 
 def parameters_of(made: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a call; of a class also those that it hands on to the classes it is derived from."""
+    """Return the parameters of a call.
+
+    For a class, include those that it passes to its base classes.
+    """
     found = dict(inspect.signature(made).parameters)
     for base in made.__mro__[1:-1] if inspect.isclass(made) else ():
         further = inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}

@@ -1,4 +1,4 @@
-"""What the guides of the commands show is what these print, but for figures that vary."""
+"""The guides of the commands show their output, except for figures that vary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALL = re.compile(r"^\$ rollout-data (.*)$", re.MULTILINE)
 
 
 def printed(block: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run the calls of a block; gives the block as it should stand in the guide."""
+    """Run the calls of a block. Return the block with their output."""
     lines = []
     for call in CALL.findall(block):
         main(shlex.split(call))
@@ -26,7 +26,7 @@ def printed(block: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def without_figures(text: str) -> str:
-    """Put # for numbers and times, and one space for many; the rest has to be equal."""
+    """Replace numbers and times by #, and several spaces by one. The rest must be equal."""
     return re.sub(r" +", " ", re.sub(r"\d[\d.,:T-]*(e[+-]?\d+)?", "#", text))
 
 

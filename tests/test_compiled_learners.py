@@ -1,7 +1,6 @@
 """A learner step compiled with `fullgraph=True` takes the batches of every generator and sampler as one graph.
 
-Batches of one source have one layout: the same shapes and strides each time, so that nothing is
-compiled again.
+Batches of one source have the same shapes and strides each time, so that nothing is compiled again.
 """
 
 from __future__ import annotations
@@ -249,7 +248,10 @@ NO_BATCHES = {
 
 
 def assert_one_graph(batches: Iterator[Any]) -> None:
-    """Take all batches through one compiled function; fail if it is compiled again or a layout differs."""
+    """Pass all batches through one compiled function.
+
+    Fail if it is compiled again or a layout differs.
+    """
     graphs = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -46,7 +46,7 @@ NUM_CALLS = 3
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """Raise within the block wherever the host waits for the device."""
+    """Raise within the block if the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -128,7 +128,7 @@ def adding(device: str, kind: type = RolloutStorage) -> Callable[[], Callable[[]
 
 
 def work() -> None:
-    """Launch the operations of a policy, so that a copy of the step before has arrived."""
+    """Launch the operations of a policy, so that the copy of the previous step arrives."""
     values = torch.ones(3, device="cuda")
     for _ in range(LATENESS // 2):
         values += 1
@@ -199,7 +199,10 @@ def returns_with_new_factors() -> Callable[[], Any]:
 def batches(
     generator: Any = 0, kind: type = RolloutStorage, **options: Any
 ) -> Callable[[], Callable[[], Any]]:
-    """Prepare the mini-batches of a full storage; `generator` is one, a seed, or makes one."""
+    """Prepare the mini-batches of a full storage.
+
+    `generator` is a generator, a seed, or a function that returns a generator.
+    """
 
     def prepare() -> Callable[[], Any]:
         given = generator() if callable(generator) else generator
@@ -523,7 +526,7 @@ def samples_of_a_manager() -> Callable[[], Any]:
 def returns_of(
     kind: type = RolloutStorage, num_rewards: int = 1, num_steps: int = NUM_STEPS, **options: Any
 ) -> Callable[[], Callable[[], Any]]:
-    """Prepare `compute_returns` of any storage, of fewer steps with `allow_partial`."""
+    """Prepare `compute_returns` of any storage; with `allow_partial`, of fewer steps."""
 
     def prepare() -> Callable[[], Any]:
         storage = kind(

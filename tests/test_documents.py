@@ -1,4 +1,4 @@
-"""What README and the guides show runs, and what they point to exists."""
+"""Code in README and the guides runs, and all links lead to existing files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Copies of every store go on like the first, and alone; what owns files or threads refuses to be copied."""
+"""Copies of every store continue like the original and independently.
+
+Objects with files or threads cannot be copied.
+"""
 
 from __future__ import annotations
 

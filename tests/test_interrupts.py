@@ -1,6 +1,6 @@
 """Ctrl-C: published files are complete, `close()` may be called again and publishes every finished step, nothing hangs.
 
-Calls are interrupted as they enter one of our functions, at one place after the other.
+Each call is interrupted when it enters one of our functions, one function after another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ pytestmark = [
 
 
 def interrupt(call: Callable[[], Any], point: int) -> list[Any]:
-    """Make a call, interrupted as it enters its `point`-th function, of which 0 is none; list all that it enters."""
+    """Make a call and interrupt it when it enters its `point`-th function; 0 interrupts nothing.
+    Return all functions that it enters.
+    """
     entered: list[Any] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -54,7 +56,9 @@ def interrupt(call: Callable[[], Any], point: int) -> list[Any]:
 
 
 def interrupt_everywhere(trial: Callable[[int], list[Any]]) -> None:
-    """Make a trial at point 0, and at those points where it then entered a function for the first time."""
+    """Run a trial without an interrupt, and then at each point where it entered a function for the
+    first time.
+    """
     first = {code: point for point, code in reversed(list(enumerate(trial(0), 1)))}
     assert first
     for point in sorted(first.values()):
@@ -62,7 +66,7 @@ def interrupt_everywhere(trial: Callable[[int], list[Any]]) -> None:
 
 
 def check_ends(point: int, *calls: Callable[[], Any]) -> None:
-    """Make calls in a thread of their own; they must come back, and without an error."""
+    """Make calls in another thread. They must return without an error."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -80,7 +84,7 @@ def check_ends(point: int, *calls: Callable[[], Any]) -> None:
 
 
 def add(writer: RolloutWriter, *steps: int) -> None:
-    """Add steps, of which each second one ends a trajectory."""
+    """Add steps. Every second step ends a trajectory."""
     for step in steps:
         observation = torch.full((1, 20), float(step))
         writer.add(observation=observation, action=observation, done=[step % 2 == 1])
@@ -163,7 +167,7 @@ def test_a_collector_can_be_closed_and_restarted_after_an_interrupt_at_any_line(
 
 @pytest.mark.parametrize("kind", ["worker", "collector"])
 def test_the_call_after_an_interrupted_close_waits_for_the_same_jobs(kind: str) -> None:
-    """`Thread.join`, once interrupted, takes the thread for one that has ended (CPython issue 90882)."""
+    """After an interrupt, `Thread.join` treats the thread as ended (CPython issue 90882)."""
     gate, begun = threading.Event(), threading.Event()
 
     def slow() -> Iterator[int]:

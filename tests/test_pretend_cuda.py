@@ -1,4 +1,4 @@
-"""The pretended device of `pretend_cuda.py` counts, refuses and delays as its documentation states."""
+"""The pretended device of `pretend_cuda.py` counts, raises and delays as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the repository says of itself: what it needs, what it ships, and nothing of where it was written."""
+"""Statements of the repository about itself: dependencies, shipped files, and no local paths."""
 
 from __future__ import annotations
 

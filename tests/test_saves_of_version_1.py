@@ -1,4 +1,4 @@
-"""What was saved once loads for as long as the library is used, with the values and the random state of then."""
+"""Saves of version 1 load with their values and random state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tests.trajectory_replay.recorded import check_sample, code
 
 
 def old_state_of(store: Any) -> dict[str, Any]:
-    """Return a state without the dtypes of the first step, which version 1 does not hold: it takes any that fits."""
+    """Return a state without the dtypes of the first step, which version 1 does not store.
+
+    It accepts any matching dtype.
+    """
     state = state_of(store.state_dict())
     state.get("numbers", {}).pop("taken_dtypes", None)
     return state

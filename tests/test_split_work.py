@@ -1,4 +1,7 @@
-"""Work that is split is done once and whole; a failure reaches the caller when no thread works any more."""
+"""Each part of split work is done once.
+
+An error reaches the caller after all threads have stopped.
+"""
 
 from __future__ import annotations
 

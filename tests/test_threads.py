@@ -1,4 +1,4 @@
-"""`Worker` runs jobs in order and hands their failures over; `each` is a loop with several threads."""
+"""`Worker` runs jobs in order and reports their errors. `each` is a loop with several threads."""
 
 from __future__ import annotations
 

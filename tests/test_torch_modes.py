@@ -1,7 +1,7 @@
-"""Every class gives the same whatever torch is set to around its calls: inference mode, another default device.
+"""Every class returns the same results in inference mode and with another default device.
 
-What is made, written or drawn in inference mode, as policies run, is written and drawn outside of
-it later; and what is asked for on the CPU is there, though tensors are made elsewhere by default.
+Objects that are created, written or drawn from in inference mode, as policies run, are used outside
+of it later. Results on the CPU stay there if another device is the default.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def steps(
 
 
 def in_turn(make: Callable[[], Any], write: Call, *reads: Call) -> list[Call]:
-    """Write, read, write and read again, save, clear, load, and once more."""
+    """Write, read, write, read, save, clear, load, and repeat."""
 
     def save_and_load(buffer: Any) -> None:
         state = buffer.state_dict()
@@ -236,7 +236,7 @@ def test_calls_in_inference_mode_equal_calls_outside(name: str, turn: str) -> No
 
 
 class Elsewhere:
-    """An object whose methods are called while tensors are made on another device by default."""
+    """An object whose methods run with another default device."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
@@ -268,7 +268,7 @@ def test_the_default_device_changes_no_result(name: str) -> None:
 
 
 def under(dtype: torch.dtype, call: Callable[[], Any]) -> Any:
-    """Call under another default dtype."""
+    """Call a function with another default dtype."""
     torch.set_default_dtype(dtype)
     try:
         return call()
@@ -306,7 +306,7 @@ def test_numbers_in_lists_do_not_depend_on_the_default_dtype(
 
 
 def _made(calls: list[Call], inside: set[int]) -> list[Any]:
-    """Give what each call gives; those `inside` are made in inference mode."""
+    """Return the result of each call. Calls in `inside` run in inference mode."""
     made, results = None, []
     for place, call in enumerate(calls):
         with torch.inference_mode() if place in inside else nullcontext():
@@ -319,7 +319,7 @@ def _made(calls: list[Call], inside: set[int]) -> list[Any]:
 
 
 def _frozen(result: Any) -> Any:
-    """Give what can be compared, bit by bit."""
+    """Convert results to values that can be compared bit by bit."""
     if isinstance(result, torch.Tensor):
         values = result.float() if result.dtype is torch.bfloat16 else result
         return str(result.dtype), tuple(result.shape), values.contiguous().numpy().tobytes()

@@ -1,6 +1,6 @@
-"""Look at what a program asks of the system, as audit events tell, and at where its threads wait.
+"""Watch a program: its system calls by audit events, and the functions in which its threads wait.
 
-An audit hook cannot be removed, hence one for all tests, which does nothing outside of `watching`.
+An audit hook cannot be removed, so all tests share one hook. It does nothing outside of `watching`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.addaudithook(_tell)
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Call `watcher` for what all threads do within the block."""
+    """Call `watcher` for the audit events of all threads within the block."""
     _watchers.append(watcher)
     try:
         yield
@@ -38,7 +38,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def opened(suffix: str) -> Iterator[list[str]]:
-    """List the paths that end so in the order in which they are opened within the block."""
+    """List the paths with an ending in the order in which they are opened within the block."""
     found: list[str] = []
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
@@ -50,7 +50,8 @@ def opened(suffix: str) -> Iterator[list[str]]:
 
 
 def await_wait_in(thread: threading.Thread, name: str, within_s: float = 60.0) -> None:
-    """Return once a thread waits for an event, a lock or another thread within a function of this name.
+    """Return when a thread waits for an event, a lock or another thread within a function of this
+    name.
 
     Raises:
         TimeoutError: It does not wait there within `within_s` seconds.

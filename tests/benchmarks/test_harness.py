@@ -1,4 +1,7 @@
-"""The harness reports what it measured, and whatever went wrong, without letting it spoil the rest."""
+"""The harness reports its measurements and all errors.
+
+An error of one case does not affect the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Workloads run at small sizes: every row of ours has a figure, and baselines write the same values."""
+"""Workloads run at small sizes: every row of ours has a figure, and all baselines write the same
+values.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def test_a_picture_set_of_four_times_the_cache_decodes_only_the_needed_pictures(
     rollout_data.convert(tmp_path / "own", tmp_path / "set", "lerobot", progress=False)
     cache_bytes = frames.nbytes // picture_sets.TIMES_CACHE
     measured = picture_sets.read_set("ours", tmp_path / "set", cache_bytes, 4, time.perf_counter)
-    # Opening decodes one picture, to learn its size.
+    # Opening decodes one picture to read its size.
     assert measured["num_first"] <= 4 * picture_sets.LENGTH + 1
     assert measured["num_next"] <= 4 * picture_sets.LENGTH
 

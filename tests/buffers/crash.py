@@ -1,4 +1,4 @@
-"""Processes that save a store again and again until they are killed, and a look at what they left."""
+"""Processes that save a store repeatedly until they are killed, and checks of the saved folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .every_store import MAKERS, load, plain, rollout
 
 WORK = "tests.buffers.crash:save_until_killed"
 NAMES = tuple(MAKERS)
-#: Stores that differ from those of `MAKERS`, where clearing is not enough.
+#: Stores that differ from those of `MAKERS`, for classes whose `clear` is not enough.
 OTHERS: dict[str, Callable[[], Any]] = {
     "queue": lambda: rollout(QueueRolloutStorage, 3),
     "labels": lambda: rollout(ActionLabelRollout, 3),
@@ -29,7 +29,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 def states_of(name: str) -> list[Any]:
-    """Make two stores of a class that differ; each save holds one of them."""
+    """Create two different stores of a class. Each save contains one of them."""
     store = MAKERS[name]()
     if name in OTHERS:
         return [store, OTHERS[name]()]
@@ -52,11 +52,14 @@ def save_until_killed(folder: Path, seed: int) -> None:
         count += 1
         written.set(count)
         if seed % 4 == 0:
-            time.sleep(0.0005)  # mostly between saves rather than mostly inside one
+            time.sleep(0.0005)  # so that most kills are between saves
 
 
 def check_what_is_left(folder: Path, seed: int) -> int:
-    """Check that the save is the last complete one, or one begun later; give how many were complete."""
+    """Check that the save is the last complete one, or a later one.
+
+    Return the number of complete saves.
+    """
     begun, written = Counter.read(folder / ".begun"), Counter.read(folder / ".written")
     name = NAMES[seed % len(NAMES)]
     stores = states_of(name)

@@ -1,4 +1,4 @@
-"""A small store of every class that can be saved, and what runs code on them in a process of its own."""
+"""A small store of every class that can be saved, and code that runs on them in another process."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "expert": expert,
     "z": latent,
 }
-#: What code in a process of its own may name.
+#: Names that code in the child process may use.
 CHILD_MODULES = ("every_store", "test_safe_saving", "test_safe_motions")
 BUFFERS = ("dict", "laned", "expert", "z")
 
@@ -138,7 +138,7 @@ def columns_of(folder: Path) -> Path:
 
 
 def plain(tree: Any) -> Any:
-    """Give a state as something that can be compared."""
+    """Convert a state to values that can be compared."""
     if isinstance(tree, torch.Tensor):
         return str(tree.dtype), tree.tolist()
     if isinstance(tree, dict):
@@ -147,14 +147,14 @@ def plain(tree: Any) -> Any:
 
 
 def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
-    """Run code of this file in a process of its own, where a crash or an endless loop shows; give what it prints."""
+    """Run code of this file in another process, which may crash or hang. Return its output."""
     modules = ("storage.errors", *(f"tests.buffers.{name}" for name in CHILD_MODULES))
     script = "\n".join(["import sys", *(f"from {module} import *" for module in modules), code])
     context = multiprocessing.get_context("forkserver")
-    # Which takes seconds
+    # It takes seconds.
     context.set_forkserver_preload(["torch", "h5py", "pytest", "storage", "rollout_data"])
     with tempfile.NamedTemporaryFile("r") as out:
-        # Under this name the child finds it; pytest gives this file another one.
+        # The child imports this file under this name; pytest uses another name.
         target = importlib.import_module("tests.buffers.every_store").run_script
         child = context.Process(
             target=target, args=(script, [str(one) for one in arguments], out.name)
@@ -170,7 +170,7 @@ def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
 
 
 def run_script(script: str, arguments: list[str], out: str) -> None:
-    """Be the child."""
+    """Run the code in the child process."""
     sys.argv = ["-c", *arguments]
     warnings.simplefilter("ignore")
     with open(out, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):

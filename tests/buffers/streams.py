@@ -1,6 +1,6 @@
-"""Identifiable data for the buffers' tests, and the naive models that they are held against.
+"""Identifiable data for the tests of buffers, and naive models of the buffers.
 
-Every value says which lane and which row it is: `observation = [lane, row id]`.
+Every value encodes its lane and row: `observation = [lane, row id]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from storage import TrajectoryDictBufferMultiDim
 
 @dataclass
 class Naive:
-    """A list of rows per lane: what a ring must equal."""
+    """A list of rows per lane, which a ring must equal."""
 
     capacity: int
     num_lanes: int
@@ -34,7 +34,9 @@ class Naive:
         return max(0, self.total - self.capacity)
 
     def windows(self, length: int) -> set[tuple[int, int]]:
-        """(lane, id of the first row) of every window of live rows inside one trajectory."""
+        """Return (lane, id of the first row) of every window of stored rows within one
+        trajectory.
+        """
         found = set()
         for lane in range(self.num_lanes):
             for first in range(self.oldest, self.total - length + 1):
@@ -43,7 +45,7 @@ class Naive:
         return found
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """(lane, first row, number of rows) of the live part of every trajectory."""
+        """Return (lane, first row, number of rows) of the stored part of every trajectory."""
         found = []
         for lane in range(self.num_lanes):
             first = self.oldest
@@ -54,7 +56,7 @@ class Naive:
         return found
 
     def law_by_trajectory(self, length: int) -> dict[tuple[int, int], float]:
-        """Probability of every window when trajectories are drawn first."""
+        """Return the probability of every window if trajectories are drawn first."""
         eligible = [segment for segment in self.segments() if segment[2] >= length]
         law: dict[tuple[int, int], float] = {}
         for lane, first, num_rows in eligible:
@@ -65,7 +67,7 @@ class Naive:
 
 
 def rows(first: int, ends: torch.Tensor) -> dict:
-    """Make `[n, lanes]` rows from row id `first` on."""
+    """Create `[n, lanes]` rows, with row ids from `first` on."""
     num_rows, num_lanes = ends.shape
     lane = torch.arange(num_lanes).expand(num_rows, num_lanes)
     row = torch.arange(first, first + num_rows).unsqueeze(1).expand(num_rows, num_lanes)
@@ -92,7 +94,9 @@ def drawn_windows(buffer: TrajectoryDictBufferMultiDim, num_draws: int, length: 
 
 
 def chi_square_bound(num_kinds: int) -> float:
-    """Give what chi-square exceeds with probability 0.001 (Wilson and Hilferty's approximation)."""
+    """Return the value that chi-square exceeds with probability 0.001 (Wilson and Hilferty's
+    approximation).
+    """
     df = max(num_kinds - 1, 1)
     return df * (1 - 2 / (9 * df) + 3.0902 * (2 / (9 * df)) ** 0.5) ** 3
 

@@ -1,4 +1,7 @@
-"""Rings on a device draw by the same laws as on the CPU, and the host waits only where the guide says so."""
+"""Rings on a device draw by the same laws as on the CPU.
+
+The host waits only where the guide states it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ GAMMA = 0.5
 
 
 class Steps:
-    """Steps of lanes in lock-step, of which each value says where it is from: lane * 1000 + row."""
+    """Steps of lanes in lock-step. Each value encodes its origin: lane * 1000 + row."""
 
     def __init__(self, num_lanes: int) -> None:
         self.num_lanes = num_lanes
@@ -42,7 +45,9 @@ class Steps:
         self.is_final_given += [has_final] * len(ends)
 
     def transition(self, lane: int, first: int, num_steps: int) -> tuple[int, bool, bool]:
-        """Return the last row of a transition, whether its trajectory ends there, and whether what follows is known."""
+        """Return the last row of a transition, whether its trajectory ends there, and whether the
+        next observation is known.
+        """
         for row in range(first, min(first + num_steps, len(self.ends))):
             if self.ends[row][lane]:
                 return row, True, self.is_final_given[row]
@@ -59,7 +64,7 @@ class Steps:
         return found
 
     def check(self, batch: dict[str, Any], num_steps: int, is_marked: bool) -> Counter:
-        """Check every value of a batch; return how often each (lane, first row) came."""
+        """Check every value of a batch. Return how often each (lane, first row) was drawn."""
         counts: Counter = Counter()
         leaves = [
             batch["observation"],
@@ -91,7 +96,7 @@ class Steps:
 def filled(
     capacity: int, num_lanes: int, finals: str, end_share: float = 0.2
 ) -> tuple[DictBuffer, Steps]:
-    """Fill a ring; final observations are given "never", "always", or for every second write."""
+    """Fill a ring, with final observations "never", "always", or in every second write."""
     generator = torch.Generator().manual_seed(0)
     buffer = DictBuffer(
         capacity * num_lanes, "cuda", num_envs=num_lanes, end_key="terminated", generator=0
@@ -146,7 +151,7 @@ def test_frames_of_transitions_stay_in_their_trajectory_on_a_device() -> None:
 def test_windows_end_where_their_trajectory_does_on_a_device(
     start_mode: str, has_finals: bool, at_end: str
 ) -> None:
-    """The same windows come as from a ring on the CPU, and what follows them is the same."""
+    """Windows and next observations equal those of a ring on the CPU."""
     batches = []
     for device in ("cpu", "cuda"):
         buffer = TrajectoryDictBufferMultiDim(
@@ -201,7 +206,7 @@ def test_windows_by_trajectory_follow_their_law_on_a_device_with_more_trajectori
         naive.add(ends)
     law = naive.law_by_trajectory(3)
     counts = drawn_windows(buffer, 100, 2)
-    # Many more than the share of valid candidates was counted of
+    # Many more than the draws that measured the share of valid candidates.
     counts += drawn_windows(buffer, 20_000, 2)
     assert set(counts) <= set(law)
     assert chi_square(counts, law) < chi_square_bound(len(law))
@@ -242,7 +247,7 @@ def test_a_draw_without_any_valid_row_raises_at_a_later_call() -> None:
 
 
 def without_valid_rows() -> DictBuffer:
-    """Return a ring without a valid row, of which the draws do not wait yet."""
+    """Return a ring without a valid row whose draws do not wait yet."""
     buffer = DictBuffer(600, "cuda", end_key="done", generator=0)
     rows = {"x": torch.zeros(600, 1).cuda(), "done": torch.zeros(600, 1).cuda()}
     buffer.extend(rows)
@@ -273,7 +278,8 @@ def test_each_draw_without_any_valid_row_raises_once(
     num_kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = without_valid_rows()
-    monkeypatch.setattr(window_bounds, "_MAX_KINDS", num_kinds)  # forgotten with each new kind
+    # results of old kinds are forgotten with each new kind
+    monkeypatch.setattr(window_bounds, "_MAX_KINDS", num_kinds)
 
     def draw(number: int) -> None:
         num_steps = 1 + number % 2
@@ -313,7 +319,10 @@ def test_no_call_forgets_the_errors_of_draws(call: str, tmp_path: Any) -> None:
 def test_too_many_final_observations_are_dropped_and_never_wrong(
     is_read: bool, cuda_device: PretendCuda | None
 ) -> None:
-    """They are kept if the host reads their number in time; otherwise the oldest ones are not known any more."""
+    """If the host reads their number in time, all are kept.
+
+    Otherwise the oldest final observations are dropped.
+    """
     if not is_read:
         if cuda_device is None:
             pytest.skip("a real device lets the host read in time")

@@ -1,4 +1,6 @@
-"""Names and calls from the published descriptions of buffers, and errors that name what the user wrote."""
+"""Names and calls of the published descriptions of buffers, and errors with the names that the user
+wrote.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile motion files: each is one error that names the file, whatever it declares."""
+"""Damaged and hostile motion files: each raises one error that names the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a buffer has handed out is the caller's: no later sample writes into it, however it is held."""
+"""Samples belong to the caller: no later sample writes into them, however the caller references
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiD
 from storage.core.fields import flatten
 from tests.watch import watching
 
-#: Rows of this many bytes and more are gathered into memory that is used again.
+#: Rows of at least this many bytes are gathered into reused memory.
 WIDTH, NUM_ROWS = 300, 256
-#: Ways of keeping something of a sample, and nothing else of it.
+#: Ways of keeping a part of a sample, and nothing else of it.
 WAYS: list[Callable[[torch.Tensor], Any]] = [
     lambda leaf: leaf,
     lambda leaf: leaf[3:5],
@@ -76,7 +78,7 @@ def makers() -> dict[str, Callable[[bool], Callable[[int], dict[str, Any]]]]:
 
 
 def unflat(tree: dict[str, Any]) -> dict[str, Any]:
-    """See `[100 * 4, ...]` leaves as `[100, 4, ...]`."""
+    """View `[100 * 4, ...]` leaves as `[100, 4, ...]`."""
     return {
         name: unflat(leaf) if isinstance(leaf, dict) else leaf.unflatten(0, (100, 4))
         for name, leaf in tree.items()
@@ -95,7 +97,7 @@ def test_a_later_sample_does_not_write_into_an_earlier_sample(kind: str, contigu
         leaf = leaf if leaf.dtype is not torch.bfloat16 else leaf.view(torch.int16)
         kept = way(leaf)
         held.append((kept, kept.clone() if isinstance(kept, torch.Tensor) else kept.copy()))
-        if number % 7 == 6:  # some are given up, so that their memory is used again
+        if number % 7 == 6:  # some are dropped, so that their memory is reused
             del held[:: 1 + number % 3]
         del leaves, leaf, kept
         for one, copied in held:
@@ -142,7 +144,7 @@ def test_changing_a_sample_changes_neither_the_buffer_nor_the_next_sample(kind: 
 
 @pytest.fixture
 def mapped() -> Iterator[list[int]]:
-    """Bytes of every mapping of memory from now on."""
+    """Return the bytes of each new mapping of memory."""
     found: list[int] = []
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Memory of buffers: how much they take, and how the leaves of a sample share it."""
+"""Memory of buffers: its size, and how the leaves of a sample share it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_age_of_a_row_takes_four_bytes() -> None:
         buffer = DictBuffer(capacity=10_000, end_key=end_key)
         buffer.extend({"x": torch.zeros(1, 100), "done": torch.zeros(1, 1)})
         sizes.append(buffer.num_bytes)
-    # One more row is kept for the observation that follows the newest one.
+    # One more row is stored for the observation after the newest row.
     assert 4 <= (sizes[1] - sizes[0]) / 10_000 < 4.1
 
 
@@ -94,7 +94,7 @@ def test_rows_on_the_host_are_sent_in_one_pinned_copy(cuda_device: PretendCuda |
     for _ in range(2):
         buffer.extend(rows(5))
     cuda_device.reset()
-    cuda_device.lateness = 1  # copies are counted while they may be late
+    cuda_device.lateness = 1  # copies are counted, also while events are late
     num_before = cuda_device.num_copies
     buffer.extend(rows(5))
     assert cuda_device.num_copies == num_before + 1
@@ -112,7 +112,7 @@ def test_pairs_and_vectors_on_the_host_are_sent_in_one_pinned_copy(
     for add in (lambda x: pairs.insert(x, x + 1), vectors.add):
         add(torch.zeros(2, 3))
         cuda_device.reset()
-        cuda_device.lateness = 1  # copies are counted while they may be late
+        cuda_device.lateness = 1  # copies are counted, also while events are late
         num_before = cuda_device.num_copies
         x = torch.ones(4, 3)
         add(x)

@@ -1,4 +1,6 @@
-"""Transitions drawn while rows are written: after every write exactly the pairs that a list of all rows holds."""
+"""Transitions that are drawn while rows are added: after every write they equal the pairs of a list
+of all rows.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_an_earlier_draw_does_not_change_later_rows() -> None:
 def _extend(
     buffer: DictBuffer, rows: list[list[tuple[int, bool]]], done: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Add steps whose value counts the steps of all envs; below 256, so that bfloat16 holds it."""
+    """Add steps whose value counts the steps of all envs, below 256, which bfloat16 represents
+    exactly.
+    """
     first = len(rows[0])
     counted = torch.arange(first, first + len(done)).unsqueeze(1).expand(done.shape)
     envs = torch.arange(done.shape[1]).expand(done.shape)
@@ -96,7 +100,7 @@ def _extend(
 
 
 def _listed(rows: list[list[tuple[int, bool]]], num_slots: int) -> set[tuple[int, int, int]]:
-    """List all pairs of live rows of one trajectory: env, first, second."""
+    """List all pairs of stored rows of one trajectory: env, first, second."""
     return {
         (env, first, second)
         for env, column in enumerate(rows)
@@ -108,7 +112,7 @@ def _listed(rows: list[list[tuple[int, bool]]], num_slots: int) -> set[tuple[int
 
 
 def _drawn(buffer: DictBuffer) -> set[tuple[int, int, int]]:
-    """Collect the pairs of many draws; none where there is none."""
+    """Collect the pairs of many draws; an empty set if none can be drawn."""
     try:
         found: dict[str, Any] = buffer.sample_transitions(NUM_DRAWS, next_keys=("x", "env"))
     except UsageError:

@@ -82,7 +82,7 @@ def test_a_loaded_ring_stacks_the_frames_of_a_truncated_trajectory(
     def filled() -> DictBuffer:
         buffer = DictBuffer(capacity=4 * num_envs, num_envs=num_envs, end_key="done", generator=0)
         ends = torch.zeros(num_rows, num_envs, 1)
-        ends[1::4, 0] = 1  # one lane is cut elsewhere than the other
+        ends[1::4, 0] = 1  # one lane is cut at another place than the other
         data = {
             "o": torch.arange(float(num_rows * num_envs)).view(num_rows, num_envs, 1),
             "done": ends,
@@ -116,7 +116,7 @@ def test_a_loaded_ring_stacks_the_frames_of_a_truncated_trajectory(
         path.write_text(json.dumps({**config, "oldest_ages": wrong}))
         with pytest.raises(RolloutDataError):
             load_buffer(tmp_path / "b")
-    del config["oldest_ages"]  # as earlier saves are
+    del config["oldest_ages"]  # as in earlier saves
     path.write_text(json.dumps(config))
     assert stacks(load_buffer(tmp_path / "b")) >= expected
 

@@ -1,4 +1,4 @@
-"""Records are kept alike in whatever kind of mapping, array and dtype they come, and however often in turn."""
+"""Records are stored equally from every kind of mapping, array and dtype, in any order of kinds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from storage.errors import FieldTypeError, SchemaError
 
 
 class Duck:
-    """Has of a mapping what a `TensorDict` has; its length is that of its batch."""
+    """The part of a `TensorDict` that looks like a mapping. Its length is that of its batch."""
 
     def __init__(self, leaves: dict[str, Any]) -> None:
         self.leaves = leaves
@@ -44,7 +44,7 @@ DTYPES = {"float32": np.float32, "float64": np.float64, "int64": np.int64}
 def record(
     start: int, num: int, mapping: Callable[[dict[str, Any]], Any], dtype: str, tensors: bool
 ) -> Any:
-    """Rows that say what they are: `start`, `start` + 1, ..."""
+    """Create rows with identifiable values: `start`, `start` + 1, ..."""
     values = np.arange(start, start + num)[:, None]
     leaves: dict[str, Any] = {
         "x": np.repeat(values, 3, 1).astype(DTYPES[dtype]),
@@ -120,7 +120,7 @@ def test_a_record_of_another_structure_raises_and_is_unchanged(
         buffer.extend(record(0, 2, dict, "float32", False))
     given_ = wrong()
     names = list(given_)
-    for _ in range(2):  # its form is not remembered as one that fits
+    for _ in range(2):  # its form is not stored as a known form
         with pytest.raises(kind):
             buffer.extend(given_)
     assert list(given_) == names and len(buffer) == 6

@@ -1,4 +1,4 @@
-"""The ring equals a list, whatever is written; a failed write leaves it as it was."""
+"""The ring equals a list after any writes. A failed write changes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def leaves(first: int, num_rows: int, lanes: int) -> list[torch.Tensor]:
 def windows_of(
     ring: RingStore, places: torch.Tensor, length: int, next_names: Sequence[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Give all fields of windows, and below `next` some of them one row later, by flat name."""
+    """Return all fields of windows by flat name. Fields below `next` are one row later."""
     return ring.windows(
         places, length, ring.cut_of(ring.names, tuple(next_names), nested=False, apart=True)
     )

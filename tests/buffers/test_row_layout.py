@@ -1,4 +1,4 @@
-"""Rows of fields side by side: every dtype and shape comes back bit by bit, as tensors of their own."""
+"""Rows of packed fields: every dtype and shape is read back bit by bit, as separate tensors."""
 
 from __future__ import annotations
 

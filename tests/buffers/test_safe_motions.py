@@ -1,4 +1,4 @@
-"""Motions and their lists under real faults, what is kept of them, and priorities of any size."""
+"""Motions and motion lists with real faults, their stored fields, and priorities of any size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .every_store import in_child, plain
 def motions(
     folder: Path, change: Callable[[Any], Any] = lambda file: None, name: str = "a.h5"
 ) -> Path:
-    """Write a motion file and a list of it."""
+    """Write a motion file and a list with its name."""
     folder.mkdir(exist_ok=True)
     with h5py.File(folder / "a.h5", "w") as file:
         file.attrs["num_episodes"] = 1
@@ -222,7 +222,7 @@ def motion(number: int, length: int) -> dict[str, Any]:
 
 
 class Library:
-    """An object that yields one mapping for each motion, as a motion library of a simulator may."""
+    """An object that yields one mapping per motion, as a motion library of a simulator may do."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (motion(number, length) for number, length in ((7, 4), (3, 5)))

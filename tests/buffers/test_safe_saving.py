@@ -43,9 +43,12 @@ from .every_store import (
 def flip_and_load(
     folder: Path, load_it: Callable[[Path], Any], stride: int, has_sums: bool, num_first: int = 0
 ) -> None:
-    """Flip bytes of every file, each alone: loading gives what was saved, or one of our errors with the file's name.
+    """Flip bytes of every file, one at a time.
 
-    They are every `stride`th one, and the first ones, where a file of HDF5 says where the rest is.
+    Loading must return the saved data, or raise our error with the name of the file.
+
+    Every `stride`th byte is flipped, and the first bytes, in which HDF5 stores the positions of the
+    rest.
     """
     whole = plain(load_it(folder))
     for path in sorted(folder.iterdir()):
@@ -70,7 +73,9 @@ def flip_and_load(
 
 
 def read_heaps(folder: Path) -> None:
-    """Flip each byte that the guard looks at, in saves whose attributes are texts, as earlier releases wrote them."""
+    """Flip each byte that the guard reads, in saves whose attributes are texts, as written by
+    earlier releases.
+    """
     path = folder / "buffer.hdf5"
     content = path.read_bytes()
     start = content.index(b"GCOL")
@@ -99,7 +104,7 @@ def test_a_damaged_heap_of_an_earlier_save_does_not_hang(tmp_path: Path) -> None
 
 
 def legacy(folder: Path, **extra: Any) -> Path:
-    """Write a folder as earlier systems did: with h5py alone, no checksums."""
+    """Write a folder as earlier systems did: with h5py alone, without checksums."""
     folder.mkdir()
     values = np.arange(10, dtype=np.float32)[:, None]
     with h5py.File(folder / "buffer.hdf5", "w") as file:
@@ -278,7 +283,7 @@ FORGED: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 def load_with_little_memory(folder: Path, keeps_checksum: bool) -> None:
-    load(folder.parent / "small")  # all that is imported and mapped once
+    load(folder.parent / "small")  # everything is imported and mapped once
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         load(folder)
@@ -329,7 +334,10 @@ def numbers_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def load_with_any_number(folder: Path) -> None:
-    """Put large numbers in place of each one of a config: loading takes little memory, or is one clear error."""
+    """Replace each number of a config by large numbers.
+
+    Loading must need little memory, or raise one clear error.
+    """
     load(folder)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     file = folder / "config.json"
@@ -361,7 +369,7 @@ def test_a_config_has_a_size_limit_and_a_checksum(tmp_path: Path, name: str) -> 
     text = path.read_text()
     rest = json.loads(text)
     assert rest.pop("crc32") == f"{zlib.crc32(json.dumps(rest).encode()):08x}"
-    path.write_text(json.dumps(json.loads(text)))  # laid out anew
+    path.write_text(json.dumps(json.loads(text)))  # stored with another layout
     load(tmp_path / "b")
     changed = json.loads(text)
     changed["device"] = "cuda"
@@ -371,7 +379,7 @@ def test_a_config_has_a_size_limit_and_a_checksum(tmp_path: Path, name: str) -> 
         match=rf"^'{path}' is damaged or was edited: expected checksum [0-9a-f]{{8}}, got",
     ):
         load(tmp_path / "b")
-    path.write_text(json.dumps(config_of(path) | {"device": "cpu"}))  # as earlier saves are
+    path.write_text(json.dumps(config_of(path) | {"device": "cpu"}))  # as in earlier saves
     load(tmp_path / "b")
     os.truncate(path, 1 << 40)
     too_large = f"has {1 << 40} bytes, expected at most {64 << 20}"
@@ -390,7 +398,7 @@ def test_a_folder_of_an_earlier_system_without_its_rows_is_an_error(
     )
     with pytest.raises(CorruptFileError, match=r"does not contain the file buffer\.hdf5"):
         load_buffer(folder)
-    DictBuffer(capacity=3).save(tmp_path / "new")  # one that never held a row has none
+    DictBuffer(capacity=3).save(tmp_path / "new")  # a buffer that never had a row has no file
     assert load_buffer(tmp_path / "new").empty()
     cleared = ring()
     cleared.clear()

@@ -1,4 +1,6 @@
-"""The contract of saving, for every class: round trips, replaced saves, kills, damage, refusals."""
+"""The contract of saving, for every class: round trips, replaced saves, kills, damage, rejected
+states.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,7 @@ def test_a_truncated_file_raises_one_clear_error_and_changes_no_store(
     assert plain(load_store(tmp_path / "b").state_dict()) == before
 
 
-#: Audit events of Python that running code of a file would cause.
+#: Audit events of Python that would occur if code of a file ran.
 EVENTS_OF_CODE = {"pickle.find_class", "exec", "compile", "os.system", "subprocess.Popen"}
 
 
@@ -239,7 +241,9 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str) -> 
 
 
 def wrong_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield tensors of a state: without or with another generator, without rows, with other rows."""
+    """Yield tensors of a state without or with another generator, without rows, and with other
+    rows.
+    """
     yield {name: x for name, x in tensors.items() if name != "rng"}
     for num_bytes in (3, 17):
         yield {**tensors, "rng": torch.zeros(num_bytes, dtype=torch.uint8)}

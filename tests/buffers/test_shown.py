@@ -1,4 +1,4 @@
-"""What `repr` says: what a thing is, how large and how full, where, and its fields; and that it reads nothing."""
+"""The `repr` of an object: class, size, fill, device and fields. It reads nothing."""
 
 from __future__ import annotations
 

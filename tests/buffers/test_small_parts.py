@@ -1,4 +1,4 @@
-"""PrefixSum, motion_priorities, samplers, expert lists, and what other libraries make of samples."""
+"""PrefixSum, motion_priorities, samplers, expert lists, and samples in other libraries."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ def test_motion_priorities_follow_their_modes() -> None:
 )
 def test_the_first_of_very_many_rows_come_no_oftener_than_the_last(num_rows: int) -> None:
     generator, num_draws = torch.Generator().manual_seed(0), 1_000_000
-    # The rows that the remainder of 32 bits would favour, or some of them: more than some, whatever
-    # the size is.
+    # Rows that the remainder of 32 bits would favour must not be drawn more often than others.
     num_first = (1 << 32) % num_rows if num_rows < 1 << 32 else num_rows // 3
     drawn = uniform(num_rows, num_draws, generator)
     moved = uniform(num_rows, num_draws, generator, first=7)
@@ -256,7 +255,7 @@ def test_arguments_may_be_numpy_numbers(tmp_path: Path) -> None:
 
 
 class MappingLike:
-    """What a record may be besides a dict: anything with items and keys."""
+    """A record that is no dict, but has items and keys."""
 
     def __init__(self, **items: object) -> None:
         self.given = items

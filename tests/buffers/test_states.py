@@ -1,4 +1,4 @@
-"""Saved numbers, final rows and files of buffers that do not belong together are refused."""
+"""Saved numbers, final rows and files of buffers that do not belong together raise an error."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_file_of_another_save_raises_and_files_without_a_save_id_load(
     with pytest.raises(RolloutDataError, match="belongs to another save: expected id"):
         load_buffer(tmp_path / "b")
     with h5py.File(tmp_path / "b" / name, "r+") as file:
-        del file.attrs["save_id"]  # as earlier saves are
+        del file.attrs["save_id"]  # as in earlier saves
     assert len(load_buffer(tmp_path / "b")) == 4
     (tmp_path / "b" / "finals.hdf5").unlink()
     with pytest.raises(RolloutDataError, match="finals"):
@@ -145,7 +145,7 @@ def test_a_file_of_another_save_raises_and_files_without_a_save_id_load(
 
 
 def motions(number: int) -> TrajectoryDictBuffer:
-    """Make episodes whose every value, id and priority says which save they are of."""
+    """Create episodes whose values, ids and priorities encode their save."""
     episodes = [
         {"observation": torch.full((4, 3), float(number)), "motion_id": torch.full((4, 1), number)}
     ] * 3

@@ -1,4 +1,4 @@
-"""One writer and several samplers at once: no sample holds a torn row or crosses an end."""
+"""One writer and several samplers: no sample has a torn row or crosses an end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LANES, WIDTH, DURATION_WRITES = 8, 64, 400
 def run(
     writer: Callable[[threading.Event], None], sampler: Callable[[], None], num_samplers: int = 3
 ) -> None:
-    """Sample in threads until the writer is through; raise what any of them raised."""
+    """Sample in threads until the writer has finished. Raise the error of any of them."""
     is_over, errors = threading.Event(), []
 
     def guarded(call: Callable[[], None]) -> None:
@@ -26,7 +26,7 @@ def run(
             is_over.set()
 
     def sample_on() -> None:
-        # Locks are not fair: samplers that never rest may keep the writer out
+        # Locks are not fair: samplers without pauses may block the writer.
         while not is_over.wait(0.0005):
             sampler()
 

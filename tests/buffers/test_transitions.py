@@ -1,4 +1,6 @@
-"""Transitions against a naive model: the following row, the final observation, or nothing."""
+"""Transitions compared with a naive model: the next row, the final observation, or no next
+observation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ FINAL = 1_000_000
 
 
 class Model:
-    """All rows that were ever written, per lane."""
+    """All rows that were ever added, per lane."""
 
     def __init__(self, capacity: int, lanes: int) -> None:
         self.slots, self.lanes = capacity // lanes, lanes
@@ -146,7 +148,7 @@ def test_transitions_equal_naive_transitions(
         reward = sum((first + k + 1) * GAMMA**k for k in range(want["taken"]))
         assert float(batch["reward"][i]) == pytest.approx(reward, rel=1e-5)
         if num_steps > 1:
-            # The only end flag that is ever set here is `terminated`.
+            # The only end flag that is set here is `terminated`.
             discount = 0 if want["ended"] else GAMMA ** want["taken"]
             assert float(batch["discount"][i]) == pytest.approx(discount, rel=1e-5)
     assert seen == set(expected)
@@ -175,7 +177,7 @@ ENDS = [
     ("is_last", {"is_last": True, "is_terminal": False}, False),
     ("is_last", {"is_last": True, "is_terminal": True}, True),
     (("next", "done"), {"next": {"done": True, "truncated": True}}, False),
-    # Of the step before, and a part of the observation: neither is about this end.
+    # Flags of the step before, and of a part of the observation. Neither concerns this end.
     (("next", "done"), {"truncated": True, "next": {"done": True}}, True),
     ("done", {"done": True, "observation": {"timeout": True}}, True),
 ]
@@ -365,8 +367,8 @@ def test_windows_by_trajectory_reach_ends_that_are_known_or_marked(kind: str) ->
     )
     batch = buffer.sample(3 * 30_000, 3)
     first = batch["observation"].view(-1, 3)[:, 0].int()
-    # Three trajectories have a window, one each of 1, 3 and 2 places; that in progress ends with a
-    # row of no next.
+    # Three trajectories have 1, 3 and 2 windows. The trajectory in progress ends with a row without
+    # a next row.
     share = {0: 1 / 3, 3: 1 / 9, 4: 1 / 9, 5: 1 / 9, 8: 1 / 6, 9: 1 / 6}
     counts = torch.bincount(first, minlength=17)
     expected = torch.zeros(17, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What earlier nested-dict and trajectory buffers got wrong, B1 to B23: ours must not."""
+"""Errors of earlier nested-dict and trajectory buffers, B1 to B23, which ours must not have."""
 
 from __future__ import annotations
 

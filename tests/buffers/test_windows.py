@@ -1,4 +1,4 @@
-"""Windows: exactly the valid ones are drawn, each as often as its law says."""
+"""Windows: exactly the valid windows are drawn, with the probabilities of their law."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_in_progress_episodes_are_eligible_up_to_the_last_row() -> None:
 
 
 def noted(capacity: int, num_lanes: int, ends: torch.Tensor) -> Boundaries:
-    """Give what is known of a ring to which rows with these ends were written."""
+    """Return the boundaries of a ring after rows with these ends were added."""
     ring = RingStore(capacity, num_lanes, Schema([Field("x", (1,))]))
     boundaries = Boundaries(ring)
     boundaries.note(ends)
@@ -147,13 +147,16 @@ def test_ages_of_rows_do_not_overflow() -> None:
 
 
 def test_drawing_costs_the_same_in_a_hundred_times_larger_ring() -> None:
-    """Counted in rows looked at, as this machine's clock is shared; the benchmark `windows` measures time."""
+    """The test counts candidates, because other programs slow the clock.
+
+    The benchmark `windows` measures time.
+    """
     assert max(count_looked_at(capacity) for capacity in (50, 5000)) < 128 * 3
 
 
 def count_looked_at(capacity: int) -> int:
     boundaries, sizes = noted(capacity, 64, torch.rand(capacity, 64) < 0.02), []
-    proposed = boundaries._propose  # no public call says how many candidates it looked at
+    proposed = boundaries._propose  # no public call returns the number of candidates
 
     def counted(size: int, *others: Any) -> Any:
         sizes.append(size)
@@ -182,7 +185,7 @@ def test_drawing_is_far_faster_than_scanning_the_end_flags() -> None:
         call()
         shortest = []
         for _ in range(repeats):
-            start = time.process_time()  # others may keep the processors busy
+            start = time.process_time()  # other programs may use the processors
             call()
             shortest.append(time.process_time() - start)
         times[call] = min(shortest)

@@ -1,4 +1,4 @@
-"""A training loop that checkpoints until it is killed, and a look at what it left."""
+"""A training loop that saves checkpoints until it is killed, and checks of its folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def save_until_killed(folder: Path, seed: int) -> None:
 
 
 def check_what_is_left(folder: Path) -> int:
-    """Check that the checkpoint is whole and no older than the last one that was written; give its step, or 0."""
+    """Check that the checkpoint is complete, and not older than the last written one.
+
+    Return its step, or 0.
+    """
     begun, written = Counter.read(folder / ".begun"), Counter.read(folder / ".written")
     if not written and not list(folder.glob("a.pt*")):
         return 0

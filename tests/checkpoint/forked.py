@@ -1,4 +1,5 @@
-"""Programs that fork while an object of theirs has a thread at work; `python -m tests.checkpoint.forked NAME FOLDER`.
+"""Programs that fork while a thread of an object is working; `python -m tests.checkpoint.forked
+NAME FOLDER`.
 
 The child leaves through the `with` blocks and exit hooks that it has inherited, and then as those
 of `multiprocessing` do: HDF5 itself does not survive its own exit in the child of a process that
@@ -37,7 +38,7 @@ N = 2
 
 
 def fork(work: Callable[[], None]) -> None:
-    """Run `work` in a child; it must end well, and soon."""
+    """Run `work` in a child, which must end without an error within a time limit."""
     process = os.fork()
     if not process:
         work()
@@ -56,7 +57,7 @@ def fork(work: Callable[[], None]) -> None:
 
 
 def refused(calls: Iterable[Callable[[], Any]]) -> None:
-    """Each call says whose the object is."""
+    """Check that each call raises an error that names the process of the object."""
     for number, call in enumerate(calls):
         try:
             call()
@@ -180,7 +181,7 @@ def collector(folder: Path) -> None:
     fork(child)
     seen += items
     assert seen == list(range(1000))
-    fork(lambda: check(list(own) == list(range(1000))))  # it is at rest: no thread is missed
+    fork(lambda: check(list(own) == list(range(1000))))  # it has no running job
     assert list(own) == list(range(1000))
 
 
@@ -232,8 +233,8 @@ def loader(folder: Path) -> None:
     def child() -> None:
         nonlocal batches
         refused([lambda: next(batches)])
-        batches = iter(())  # what the child drops goes on in the parent
-        # The exit hook of `multiprocessing` ends the workers of the process that forked
+        batches = iter(())  # objects that the child drops still work in the parent
+        # The exit hook of `multiprocessing` ends the workers of the process that forked.
         os._exit(0)
 
     fork(child)
@@ -303,7 +304,9 @@ def trajectories(folder: Path) -> None:
 
 
 def workers(folder: Path) -> None:
-    """Reading needs no thread of the parent: forked workers of a loader go on, also beside a writer."""
+    """Reading needs no thread of the parent: forked workers of a loader continue, also beside a
+    writer.
+    """
     record(folder)
     with RolloutWriter(folder.with_name("other"), N, durable=False) as own:
         own.add(**step(0))

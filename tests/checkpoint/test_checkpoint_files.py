@@ -1,4 +1,4 @@
-"""Checkpoint files are read by any tool, and damaged or hostile ones are one clear error."""
+"""Checkpoint files can be read by any tool. Damaged or hostile files raise one clear error."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def equal(a: Any, b: Any) -> bool:
 
 
 class Files(dict[str, bytes]):
-    """Contents by name, that hypothesis does not print."""
+    """Contents by name, which hypothesis does not print."""
 
     __repr__ = object.__repr__
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Give the bytes of the same checkpoint, plain and compressed."""
+    """Return the bytes of the same checkpoint, plain and compressed."""
     folder = tmp_path_factory.mktemp("saved")
     with AsyncCheckpointSaver() as saver:
         for compress in (False, True):
@@ -124,7 +124,7 @@ def test_files_of_torch_save_are_read(tmp_path: Path) -> None:
 
 
 def test_load_checkpoint_reads_the_newer_of_two_files(tmp_path: Path) -> None:
-    """Trap N5: also if both are of the same tick of the file system's clock."""
+    """Trap N5: also if both files have the same modification time."""
     with AsyncCheckpointSaver() as saver:
         for value in range(6):
             saver.save_async({"value": value}, tmp_path / "a.pt", compress=value % 2 == 0)
@@ -177,7 +177,7 @@ def test_a_flipped_bit_is_reported_or_harmless(
     data: st.DataObject,
 ) -> None:
     content = bytearray(saved[name])
-    # Both ends hold headers and tables; in between it is nearly all zeros of the mask.
+    # Both ends have headers and tables. The bytes between are mostly zeros of the mask.
     place = data.draw(
         st.integers(0, len(content) - 1) | st.integers(0, 6000) | st.integers(-4000, -1)
     )
@@ -238,14 +238,14 @@ def test_a_hostile_frame_raises_without_allocating_memory(
     try:
         with pytest.raises(DataFileError, match=r"^'.*a.pt.lz4' (is|needs|starts|cannot) .*\.$"):
             load(path)
-        # One block and a zip reader's buffer; nothing near what is declared.
+        # One block and the buffer of a zip reader, far less than the declared size.
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
     finally:
         tracemalloc.stop()
 
 
 def zip64_of(size: int) -> bytes:
-    """Make an archive whose one member declares `size` bytes."""
+    """Return an archive whose single member declares `size` bytes."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({}))
@@ -267,8 +267,7 @@ def test_an_archive_member_outside_the_file_raises_one_clear_error(
     end = content.rfind(b"PK\x05\x06")
     size, place = struct.unpack_from("<II", content, end + 12)
     for moved in (1, 64, 1 << 20):
-        # A directory that claims to begin later than it does makes every member begin before the
-        # file.
+        # If a directory declares a later start, every member begins before the file.
         directory = (
             content[: end + 12] + struct.pack("<II", size, place + moved) + content[end + 20 :]
         )
@@ -361,7 +360,7 @@ def test_a_stream_of_any_parts_is_one_lz4_frame(
         for part in content:
             buffer = bytearray(part)
             assert writer.write(buffer) == len(part)
-            buffer[:] = b"x" * len(buffer)  # what was written may be changed
+            buffer[:] = b"x" * len(buffer)  # the caller may change written tensors
     assert lz4.frame.decompress(out.getvalue()) == b"".join(content)
     data = memoryview(out.getvalue() + skippable_frame(b"more"))
     frames = scan_frames(data, "test")

@@ -1,4 +1,4 @@
-"""What is put into a compressed record comes out bit by bit, as new tensors; nothing given is changed."""
+"""A compressed record is restored bit by bit, as new tensors. The source does not change."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_sizes_count_the_stored_bytes() -> None:
     packed = CompressedTensorDict(data, ["obs/mask", "noise"])
     assert packed.ratio() > 30
     assert packed.nbytes < 6000 + data["obs"]["depth"].nbytes + data["count"].nbytes
-    # What does not shrink is kept as it is, and costs no more than before.
+    # A leaf that does not become smaller is stored raw.
     noise = CompressedTensorDict({"noise": data["noise"]}, ["noise"])
     assert (
         noise.nbytes == 4000 and noise.ratio() == 1.0 and torch.equal(noise["noise"], data["noise"])
@@ -125,7 +125,7 @@ def test_sizes_count_the_stored_bytes() -> None:
 
 
 def test_a_cache_keeps_the_most_recently_used_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap N9: not decoded at every access."""
+    """Trap N9: a leaf is not decoded at each access."""
     decoded = []
     decompress = lz4.block.decompress
 

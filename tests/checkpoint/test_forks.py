@@ -1,4 +1,7 @@
-"""After a fork the child is told whose an object with a thread is, ends at once, and harms nothing of the parent's."""
+"""After a fork, the child raises errors that name the owner of an object with a thread.
+
+It ends at once, and changes nothing of the parent.
+"""
 
 from __future__ import annotations
 

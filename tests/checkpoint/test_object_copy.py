@@ -1,4 +1,4 @@
-"""A copy of a nested object is one moment of it: nothing is shared with the original, and sharing stays sharing."""
+"""A copy of a nested object shares nothing with the original, and keeps the sharing within it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class Plain:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Compare nested objects, their types included; of tensors the bytes, as NaN equals itself here."""
+    """Return whether nested objects are equal, with their types.
+
+    Tensors are compared by bytes, so NaN equals NaN.
+    """
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -138,7 +141,7 @@ def test_tensors_that_share_memory_share_memory_in_the_copy() -> None:
     copied = copy_object(state, BufferPool())
     assert copied["again"] is copied["a"]
     assert same(copied, state)
-    # The bytes from the first to the last of them, and not the whole storage.
+    # The bytes from the first to the last view, not the whole storage.
     assert copied["a"].untyped_storage().nbytes() <= 300 * 4 + 64
     copied["a"][150] = -1
     assert copied["b"].flatten()[50] == -1 and copied["c"][150] == -1
@@ -223,7 +226,7 @@ def test_tensors_on_a_gpu_come_to_the_cpu_as_they_were() -> None:
         "cpu": torch.ones(3),
     }
     for _ in range(3):
-        torch.cuda._sleep(10_000_000)  # what follows is queued behind this
+        torch.cuda._sleep(10_000_000)  # later work is queued behind this
         base.add_(1)
         copied = copy_object(state, BufferPool())
         base.add_(1)

@@ -1,4 +1,4 @@
-"""Checkpoints are the moment of the call, complete, in order, and their failures are never lost."""
+"""Checkpoints have the state at the call, are complete and in order, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Gate:
-    """Holds the writing of the checkpoints that it is in, as it is pickled, and counts them."""
+    """Blocks the pickling of the checkpoints that contain it, and counts them."""
 
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Semaphore(0)
@@ -141,7 +141,7 @@ def test_shutdown_writes_everything_accepted_and_is_idempotent(tmp_path: Path, g
 def test_a_program_that_ends_without_shutdown_writes_its_checkpoints(
     tmp_path: Path, compress: bool
 ) -> None:
-    """Traps N2 and N3: no daemon thread dies in the middle of a file."""
+    """Traps N2 and N3: no daemon thread ends in the middle of a file."""
     script = (
         "import torch\nfrom storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver\n"
         "saver = AsyncCheckpointSaver(max_queue_size=5)\n"
@@ -266,7 +266,7 @@ def test_on_full_block_waits_for_a_free_place(tmp_path: Path, gate: Gate) -> Non
 
 
 def test_a_blocked_save_raises_a_failure_of_the_worker(tmp_path: Path, gate: Gate) -> None:
-    """Trap N3: a dead worker and a full queue must not be the end."""
+    """Trap N3: a call does not hang if the worker has failed and the queue is full."""
     gate.fails = True
     with AsyncCheckpointSaver(max_queue_size=1) as saver:
         saver.save_async(gate.state_of(0), tmp_path / "0.pt", weights_only=False)
@@ -332,7 +332,7 @@ def test_a_failed_call_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
 
 
 class Copied:
-    """Knows its copies that are still held."""
+    """An object that counts its existing copies."""
 
     copies: ClassVar[weakref.WeakSet[Copied]] = weakref.WeakSet()
 

@@ -1,4 +1,7 @@
-"""What is saved by default is loaded by default, no code of a file runs, and the rest is refused when it is saved."""
+"""Each value that is saved by default is loaded by default.
+
+No code of a file runs. Saving any other value raises an error.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +195,7 @@ def test_plain_values_are_loaded(tmp_path: Path) -> None:
     ]
 
 
-#: A part that is refused -> its path in `{"agent": [0, {"x": part}]}`.
+#: A rejected part -> its path in `{"agent": [0, {"x": part}]}`.
 REFUSED = {
     "path": (Path("x"), "['x']"),
     "dataclass": (Config(), "['x']"),
@@ -293,11 +296,11 @@ def test_an_enum_that_is_not_imported_raises_with_its_name(tmp_path: Path) -> No
     subprocess.run(asked, check=True, cwd=tmp_path, env=environment)
 
 
-# Files that somebody else wrote
+# Files from unknown sources
 
 
 def with_pickle(tmp_path: Path, content: bytes) -> Path:
-    """Write a checkpoint whose pickle is `content`."""
+    """Write a checkpoint with the pickle `content`."""
     torch.save({"w": 1}, tmp_path / "a.pt")
     with (
         zipfile.ZipFile(tmp_path / "a.pt") as source,

@@ -36,7 +36,7 @@ DTYPES = ("?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4
 
 
 def frames(max_frames: int = 9) -> st.SearchStrategy[np.ndarray]:
-    """Stacks of frames of any dtype and shape: noise, NaN and Inf bits, runs, empty ones."""
+    """Draw stacks of frames of any dtype and shape: noise, NaN and Inf, runs, and empty stacks."""
     shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
     return st.builds(
         lambda count, shape, dtype, data: _filled((count, *shape), dtype, data),
@@ -55,7 +55,7 @@ def _filled(shape: tuple[int, ...], dtype: str, data: bytes) -> np.ndarray:
 
 
 def smooth(num_frames: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
-    """Frames that compress: slow waves over time and place, with a little noise."""
+    """Return frames that compress: slow waves over time and space, with a little noise."""
     rng = np.random.default_rng(seed)
     grid = np.arange(int(np.prod(shape))).reshape(shape) / 40
     time = np.arange(num_frames).reshape(-1, *[1] * len(shape)) / 5

@@ -1,4 +1,7 @@
-"""Chunks: what goes in comes out, to the bit where the chain says so, and damage is one clear error."""
+"""Chunks are decoded to the encoded frames, bit by bit for lossless chains.
+
+Damage raises one clear error.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +160,7 @@ def test_images_round_to_nearest_and_all_counts_are_exact_both_ways():
 def test_images_differ_by_half_a_level_and_the_rounding_of_their_dtype(dtype, rounding):
     if dtype == "float32":
         values = (torch.arange(255) + 0.5).div(255)
-    else:  # every value there is
+    else:  # every possible value
         values = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(getattr(torch, dtype))
         values = values[(values >= 0) & (values <= 1)]
     assert 0.4 / 255 < image_error(values) <= IMAGE_MAX_ERROR + rounding

@@ -1,4 +1,7 @@
-"""Image sequences: frames in, the same frames out, all or some; what is no blob is one error and no memory."""
+"""Image sequences: all or some frames are decoded unchanged.
+
+Bytes that are no blob raise one error and need little memory.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def test_sequences_may_be_empty_or_have_frames_without_values():
 def test_many_blobs_fill_one_output(num_threads):
     stacks = np.stack([smooth(20, (64, 64, 3), "u1", seed) for seed in range(6)])
     blobs = [compress_image_seq(stack) for stack in stacks]
-    for _ in range(4):  # the number of threads changes with what was measured
+    for _ in range(4):  # the number of threads depends on measurements
         assert same_bits(
             decompress_many(blobs, (64, 64, 3), 20, np.uint8, num_threads=num_threads), stacks
         )
@@ -105,7 +108,7 @@ def test_a_failure_in_any_thread_reaches_the_caller():
 
 
 def remade(blob: bytes, change, chunk=lambda data: data, ends=lambda ends: None) -> bytes:
-    """A blob with a changed header whose checksums are right: what an attacker would write."""
+    """Return a blob with a changed header and right checksums, as an attacker would write it."""
     length = struct.unpack("<I", blob[8:12])[0]
     about = json.loads(blob[12 : 12 + length])
     count = -(-about["num_frames"] // about["frames_per_chunk"])
@@ -132,7 +135,7 @@ HUGE = 1 << 60
 
 
 def refused(blob: bytes, shape=(8, 8), count=16, dtype=np.float32) -> RolloutDataError:
-    """Decompress, expecting one clear error and next to no memory."""
+    """Check that decompression raises one clear error and needs almost no memory."""
     tracemalloc.start()
     try:
         with pytest.raises(RolloutDataError) as caught:
@@ -243,7 +246,7 @@ def test_random_bytes_raise(data, has_magic):
 def test_any_overwritten_part_raises_or_changes_no_image(place, data, is_repaired):
     changed = bytearray(BLOB)
     changed[place : place + len(data)] = data[: len(BLOB) - place]
-    if is_repaired:  # with the right checksums the codec itself has to notice
+    if is_repaired:  # with right checksums the codec must find the error
         try:
             changed = bytearray(remade(bytes(changed), lambda about: None))
         except (

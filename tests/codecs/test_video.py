@@ -1,4 +1,7 @@
-"""Video: as many pictures come back as went in, near enough and by how much is measured; damage is one clear error."""
+"""Video: the number of pictures is unchanged, and their largest error is measured.
+
+Damage raises one clear error.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ SHAPES = [
 
 
 def scene(shape: tuple[int, ...], first: int = 0) -> np.ndarray:
-    """Smooth waves that move from frame to frame; the frame's number is its mean brightness, in steps of 4."""
+    """Return smooth waves that move. Four times the number of the frame is its mean brightness."""
     is_first = len(shape) == 4 and shape[-1] not in (1, 3)
     num, height, width = shape[0], *(shape[2:] if is_first else shape[1:3])
     y, x = np.mgrid[:height, :width]
@@ -104,7 +107,8 @@ def test_damage_is_an_error_or_pictures_of_the_same_size(coder):
                 refused += 1
     assert refused > 10
     large, _ = chunk_codec(coder).encode(scene((4, 512, 512, 3)))
-    with pytest.raises(CorruptFileError):  # a small picture by its field, a large one by its stream
+    # a small picture is found by its field, a large picture by its stream
+    with pytest.raises(CorruptFileError):
         decoded(coder, large, frames)
     more, _ = chunk_codec(coder).encode(scene((5, 64, 64, 3)))
     with pytest.raises(CorruptFileError, match="video has 5 frames, expected 4"):

@@ -101,11 +101,11 @@ def test_a_file_cut_in_half_is_an_error_in_every_format(samples, tmp_path: Path,
     files = [
         one for one in path.rglob("*") if one.suffix in (".h5", ".hdf5", ".parquet", ".pickle")
     ] or [path]
-    # An index can be made again of the data
+    # An index can be rebuilt from the data.
     files = [one for one in files if "meta" not in one.parts]
     file = max(files, key=lambda one: one.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    os.utime(file, (1e9, 1e9))  # no one is writing it any more
+    os.utime(file, (1e9, 1e9))  # no writer is running
     assert examined(path)[0] == 1
 
 

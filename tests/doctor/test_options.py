@@ -40,7 +40,7 @@ def recorded(
 
 
 def check(value: object, schema: dict, place: str) -> None:
-    """Assert that a value has the form of a JSON schema, as far as the guide uses one."""
+    """Check that a value matches a JSON schema, for the keywords that the guide uses."""
     types = schema.get("type", [])
     kinds = tuple(PYTHON_TYPES[name] for name in ([types] if isinstance(types, str) else types))
     assert not kinds or isinstance(value, kinds), place

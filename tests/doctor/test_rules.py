@@ -49,7 +49,7 @@ def sound(rng: np.random.Generator) -> list[Episode]:
 
 
 def recorded(path: Path, episodes: list[Episode]) -> Path:
-    """Record episodes. "said" of an episode has its notes, "terminated" its end."""
+    """Record episodes. The key "said" of an episode has its notes, "terminated" its end."""
     box = {"low": [-4.0] * 3, "high": [4.0] * 3}
     with RolloutWriter(
         path, 1, durable=False, metadata={"frame_rate_hz": RATE, "action_space": box}

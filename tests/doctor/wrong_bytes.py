@@ -162,7 +162,7 @@ def cut_file(path: Path, rng: Rng, form: str) -> Broken:
     elif form == "lerobot_v21":
         file = target / f"data/chunk-000/episode_{number:06d}.parquet"
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
-    os.utime(file, (1e9 + number, 1e9 + number))  # nobody is writing it any more
+    os.utime(file, (1e9 + number, 1e9 + number))  # no writer is running
     return target, None if form == "robomimic" else {number}
 
 

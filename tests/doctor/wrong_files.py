@@ -55,7 +55,7 @@ def edited_table(path: Path, change: Callable[[np.ndarray], Any]) -> None:
         offsets = [one[OFFSETS][()] for one in found if isinstance(one, h5py.Group)]
         file.attrs["header_crc"] = header_crc(fragments, file["reward_sums"][()], about, offsets)
         low, high = fragments["row"], fragments["row"] + fragments["length"]
-        for table in (DATA,):  # what the rows are that are named now is under a right checksum too
+        for table in (DATA,):  # the checksum also covers the rows that the changed table names
             for place, column in enumerate(file[table].values() if len(file[table]) == 1 else ()):
                 raw = column[()]
                 sums = [
@@ -391,7 +391,7 @@ def splits(path: Path, rng: Rng) -> Broken:
     return target, {18, 19}
 
 
-# Ends that files tell
+# Ends in files
 
 
 @broken("END06")
@@ -452,7 +452,7 @@ def next_observations(path: Path, rng: Rng, kind: str) -> Broken:
     with h5py.File(target, "r+") as file:
         if kind == "current":
             file["next_observations"][...] = file["observations"][()]
-        elif kind == "other":  # rows of the whole file shifted by one, over the ends
+        elif kind == "other":  # all rows of the file are shifted by one, across ends
             rows = file["observations"][()]
             file["next_observations"][...] = np.concatenate([rows[1:], rows[:1]])
         else:

@@ -1,7 +1,7 @@
-"""One defect each, made in the arrays of a sound recording, whatever it is written as afterwards.
+"""Single defects, made in the arrays of a sound recording before it is written in any format.
 
-A function changes the world and gives the numbers of the episodes that are to be named; None: the
-whole.
+A function changes the world, and returns the numbers of the episodes that the doctor must name;
+None for the whole recording.
 """
 
 from __future__ import annotations

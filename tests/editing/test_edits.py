@@ -282,7 +282,7 @@ def test_an_incomplete_edit_is_ignored_and_a_newer_one_replaces_it(walk: Path) -
     old = {one.name: one.read_bytes() for one in edit_files(walk)}
     drop(walk, ["a:2", "b:2"])
     assert len(edit_files(walk)) == 2 and ids(walk) == every - {"a:1", "a:2", "b:2"}
-    for name, data in old.items():  # as if it had died before it removed them
+    for name, data in old.items():  # as if it had been killed before it removed them
         (walk / name).write_bytes(data)
     assert ids(walk) == every - {"a:1", "a:2", "b:2"}
     next(one for one in edit_files(walk) if named_edit(one.name)[0] == "b").unlink()

@@ -15,8 +15,8 @@ from tests.editing.folders import content, files
 from tests.killed import has_ended, workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-#: About so many of the changes of some works are tried daily, besides the last ones; all of all in
-#: the soak.
+#: Approximate number of tested changes of some jobs, besides their last changes. The soak tests all
+#: changes of all jobs.
 NUM_TRIED, NUM_LAST = 2, 2
 
 

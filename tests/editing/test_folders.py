@@ -74,7 +74,7 @@ def test_blocks_are_hard_links_or_copies_if_links_are_impossible(
     def no_link(*arguments: object, **options: object) -> None:
         raise OSError(errno.EPERM, "no links here")
 
-    monkeypatch.setattr(os, "link", no_link)  # there is one file system here
+    monkeypatch.setattr(os, "link", no_link)  # all folders are on one file system
     done = merge([walk], tmp_path / "copied")
     assert done.num_copied and not done.num_linked and content(tmp_path / "copied") == content(walk)
     assert not any(

@@ -429,7 +429,7 @@ def test_no_repaired_defect_has_a_finding(tmp_path: Path) -> None:
         path, _ = case.written(tmp_path / str(number) / "wrong", 0)
         try:
             done = repair(path, tmp_path / str(number) / "new", only=[case.code])
-        except DataFileError:  # nothing can be opened
+        except DataFileError:  # no episode can be opened
             refused.append(case.name)
         else:
             left += [case.name] if done.remaining or done.problems else []

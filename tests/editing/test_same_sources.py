@@ -165,7 +165,7 @@ def cut_set(path: Path, version: str, num: int) -> Path:
     return folder
 
 
-#: Writers of the sources that are still written.
+#: Writers of sources that are still being written.
 WRITERS: list[rollout_data.RolloutWriter] = []
 #: Name -> (the source, lengths of its episodes or the error of each call).
 SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataError]]] = {

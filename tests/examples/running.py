@@ -1,4 +1,4 @@
-"""Examples run as users run them: each in a process of its own, in a folder of its own."""
+"""Run examples as users run them: each in another process and a folder of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def started(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder; names that end in ".py" are examples, in one thread each."""
+    """Start Python in a folder. Names that end in ".py" are examples. Each has one thread."""
     given = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}", "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__"]
     command += [str(EXAMPLES / one) if one.endswith(".py") else one for one in arguments]
@@ -22,7 +22,7 @@ def started(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> str:
-    """Do what `started` does; what it printed. It must succeed."""
+    """Run Python as `started` does, and return its output. It must succeed."""
     done = started(folder, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""The run that is killed ends like the run that is not, and the example says so."""
+"""The killed run ends with the same state as the uninterrupted run, and the example prints this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.running import run
 
-#: A busy machine needs minutes for what takes half a minute alone.
+#: Seconds. A busy machine needs minutes for half a minute of work.
 pytestmark = pytest.mark.timeout(900)
 
 

@@ -1,4 +1,4 @@
-"""Two ranks that are killed go on, on two ranks and on one, with the batches of a run without a kill."""
+"""Two killed ranks resume on two ranks and on one, with the batches of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from tests.examples.running import run
 
-#: A busy machine needs minutes for what takes half a minute alone.
+#: Seconds. A busy machine needs minutes for half a minute of work.
 pytestmark = pytest.mark.timeout(900)
 
 NUM_STEPS, NUM_ENVS = 40, 8  # of `QUICK`
 
 
 def sequence(folder: Path) -> dict[int, list[str]]:
-    """What every env got at every step, as the ranks have noted it; nothing twice that differs."""
+    """Return the hashes of every env at every step. No step may differ between two lives."""
     made: dict[int, list[str]] = {}
     for num_ranks in (1, 2):
         notes: dict[int, dict[int, list[str]]] = {}

@@ -1,4 +1,7 @@
-"""The examples run, and print, draw and record what they promise; how well they learn is for `make demo` to show."""
+"""The examples run, and print, draw and record their results.
+
+`make demo` shows how well they learn.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ import torch
 from rollout_data import RolloutDataset, RolloutWriter
 from tests.examples.running import EXAMPLES, run
 
-#: A busy machine needs minutes for what takes half a minute alone.
+#: Seconds. A busy machine needs minutes for half a minute of work.
 pytestmark = pytest.mark.timeout(900)
 
-#: Of processor time, so that a busy machine does not fail the test.
+#: Seconds of processor time, so that a busy machine does not fail the test.
 MAX_QUICK_S = 60
 
 
 def processor_s() -> float:
-    """Give the time that the processes started from here have used."""
+    """Return the processor time of ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Run the whole job once: the folder and what was printed."""
+    """Run all steps once. Return the folder and the output."""
     pytest.importorskip("gymnasium")
     folder = tmp_path_factory.mktemp("job")
     before_s = processor_s()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.examples.running import run
 
-#: A busy machine needs minutes for what takes half a minute alone.
+#: Seconds. A busy machine needs minutes for half a minute of work.
 pytestmark = pytest.mark.timeout(900)
 
 

@@ -1,4 +1,4 @@
-"""The recurrent examples run and show what they promise; how well they learn is for their full runs to show."""
+"""The recurrent examples run and print their results. Their full runs show how well they learn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.running import run
 
-#: A busy machine needs minutes for what takes half a minute alone.
+#: Seconds. A busy machine needs minutes for half a minute of work.
 pytestmark = pytest.mark.timeout(900)
 
 ROWS = {

@@ -1,4 +1,4 @@
-"""The off-policy and the motion-imitation example run, draw their pictures, and say what they should."""
+"""The examples of TD3 and motion imitation run, draw their pictures, and print their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.examples.running import EXAMPLES, run
 
-#: A busy machine needs minutes for what takes half a minute alone.
+#: Seconds. A busy machine needs minutes for half a minute of work.
 pytestmark = pytest.mark.timeout(900)
 
 

@@ -1,4 +1,7 @@
-"""Visuomotor cloning runs with either camera and says what it should; how well it learns its full run shows."""
+"""Visuomotor cloning runs with either camera and prints its results.
+
+Its full run shows how well it learns.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def test_the_expert_reaches_its_targets(cameras: Any) -> None:
     returns = np.sum(
         [example.step(envs, example.expert(envs)) for _ in range(example.NUM_STEPS)], axis=0
     )
-    assert returns.mean() > -5  # random actions get -43
+    assert returns.mean() > -5  # random actions reach -43
     tips, targets = (
         [env.unwrapped.get_body_com(name) for env in envs] for name in ("fingertip", "target")
     )
@@ -99,7 +102,7 @@ print(camera.name)
 
 @pytest.mark.parametrize("kind", ["auto", "synthetic"])
 def test_cameras_show_the_target_where_it_is(tmp_path: Path, cameras: Any, kind: str) -> None:
-    # In a process of its own: how MuJoCo draws is decided when it is imported.
+    # In another process, because MuJoCo selects its renderer when it is imported.
     assert run(tmp_path, "-c", LOOK.format(kind=kind)).startswith(
         ("MuJoCo, drawn by", "the synthetic renderer")
     )

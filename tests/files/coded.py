@@ -1,4 +1,6 @@
-"""Recordings with coded components whose every value can be told, and what they must read as."""
+"""Recordings with coded components of identifiable values, and the values that readers must
+return.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ CODECS = {name: codec for name, (_, _, codec) in COMPONENTS.items() if codec != 
 
 
 def values(name: str, t: int, num_envs: int) -> np.ndarray:
-    """`[num_envs, *shape]` of a component at a step: a slow wave, another one in each env, with some noise."""
+    """Return `[num_envs, *shape]` of a component at a step: a slow wave, different in each env,
+    with some noise.
+    """
     shape, dtype, _ = COMPONENTS[name]
     place = np.arange(int(np.prod(shape))).reshape(shape) / 9
     env = np.arange(num_envs).reshape(-1, *[1] * len(shape))
@@ -52,7 +56,10 @@ def record(
     codecs: dict[str, str] | None = None,
     **options: Any,
 ):
-    """Record steps: env 0 ends at 10 and at 30, env 1 at 21 by timeout, env 2 not; a block ends at step 26."""
+    """Record steps.
+
+    Env 0 ends at 10 and at 30, env 1 at 21 by timeout, env 2 does not end. A block ends at step 26.
+    """
     with RolloutWriter(
         folder,
         num_envs,
@@ -78,7 +85,7 @@ def record(
 
 
 def leaves(batch):
-    """Name -> tensor of everything in a batch."""
+    """Return name -> tensor of all fields of a batch."""
     found = {}
     for name, value in batch._asdict().items():
         parts = (
@@ -99,7 +106,7 @@ def max_errors(folder) -> dict[str, float]:
 
 
 def check_equal(ours, theirs, errors):
-    """Compare a batch with the raw one: equal bits, or within the error that the file states."""
+    """Compare a batch with the raw batch: equal bits, or a difference within the stated error."""
     ours, theirs = leaves(ours), leaves(theirs)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():

@@ -1,6 +1,6 @@
-"""Recordings that several test files look at, and machines that this one is not.
+"""Recordings that several test files read, and simulated properties of the machine.
 
-What this machine can do and has is faked here, and nowhere else.
+Only this file simulates properties of the machine.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tests.files import coded
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same steps, coded and raw; not to be changed."""
+    """The same steps, coded and raw. Tests must not change these folders."""
     base = tmp_path_factory.mktemp("coded")
     return coded.record(base / "coded"), coded.record(base / "raw", codecs={})
 
 
 @pytest.fixture
 def folder(folders: tuple[Path, Path], tmp_path: Path) -> Path:
-    """A copy of the coded recording, to be changed."""
+    """A copy of the coded recording, which a test may change."""
     return shutil.copytree(folders[0], tmp_path / "data")
 
 
 @pytest.fixture
 def slow_disk() -> Iterator[threading.Event]:
-    """Blocks are published, by `os.replace`, only when this event is set."""
+    """Event without which `os.replace` waits, so that no block is published."""
     gate = threading.Event()
 
     def wait(replace: Callable[..., None], *paths: Path) -> None:
@@ -50,7 +50,7 @@ def without_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cold_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are not in memory, as far as the system tells."""
+    """Let the system report that files are not in the page cache."""
     monkeypatch.setattr(
         "rollout_data.sources.rows.mapped_files.Arena.is_resident", lambda arena, row: False
     )
@@ -58,5 +58,5 @@ def cold_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 bytes of free memory."""
+    """Let the system report 100 bytes of free memory."""
     monkeypatch.setattr("rollout_data.sources.rows.cached_rows.free_memory_bytes", lambda: 100)

@@ -1,4 +1,4 @@
-"""Recorders that are killed at random instants, and a look at what they left.
+"""Recorders that are killed at random instants, and checks of their folders.
 
 A recorder works in `<folder>/data` and counts in `<folder>/added` the frames whose `add` has
 returned.
@@ -21,14 +21,17 @@ from tests.killed import Counter
 
 WORK = "tests.files.crash:record_until_killed"
 BLOCK_BYTES = 6000
-#: Frames that a recorder has added at most when it is killed: those of some blocks.
+#: Maximum number of frames that a recorder has added when it is killed: some blocks.
 MOST_ADDED = 600
 
 
 def step_of(
     rng: np.random.Generator, num_envs: int, ages: np.ndarray, numbers: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Make one step in which every value tells its env, trajectory and frame; advance the counters."""
+    """Create one step in which every value encodes its env, trajectory and frame.
+
+    Advance the counters.
+    """
     observation = np.stack([np.arange(num_envs), numbers, ages], axis=-1).astype(np.float64)
     done = rng.random(num_envs) < 0.1
     timeout = done & (rng.random(num_envs) < 0.5)
@@ -64,23 +67,23 @@ def record_until_killed(folder: Path, seed: int) -> None:
             count += num_envs
             added.set(count)
             if seed % 4 == 0:
-                time.sleep(0.0005)  # mostly between blocks rather than mostly inside a write
+                time.sleep(0.0005)  # so that most kills are between blocks
 
 
 def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, int]:
-    """Kill a recorder at a random instant, check everything; give what happened."""
+    """Kill a recorder at a random instant, and check its folder. Return the result."""
     killed.kill_one_at(process, folder, seed, folder / "added", MOST_ADDED)
     return check_what_is_left(folder / "data", Counter.read(folder / "added"))
 
 
 def interrupt_one(process: subprocess.Popen, folder: Path, seed: int) -> int:
-    """Press Ctrl-C at a random instant: all that was added is published; give the number of frames."""
+    """Press Ctrl-C at a random instant. All added frames must be published. Return their number."""
     killed.interrupt_one(process, folder, seed, progress=folder / "added")
     added, data = Counter.read(folder / "added"), folder / "data"
     published = check_recording(data) if data.exists() else 0
     assert added <= published <= added + 4, (added, published)
     left = [*data.glob(".rollout_*"), *data.glob(".tmp_*")]
-    # One interrupted while it was being made may leave an empty journal
+    # A recorder that is interrupted while it starts may leave an empty journal.
     assert not left or not published, left
     return published
 
@@ -116,7 +119,7 @@ def check_what_is_left(folder: Path, added: int) -> dict[str, int]:
 
 
 def check_recording(folder: Path) -> int:
-    """Check every value of every frame; give the number of frames."""
+    """Check every value of every frame. Return the number of frames."""
     num_frames, (notes, store) = 0, notes_of(folder)
     keys = store.index.keys(np.arange(len(store.index)))
     said = dict(zip(keys, notes.column(store, "number"), strict=True))

@@ -1,7 +1,8 @@
-"""The recordings in tests/data/golden: how they were made, and what they must read as in every later version.
+"""Recordings in tests/data/golden: how they were made, and the values that every later version must
+read.
 
-`python -m tests.files.golden` writes those of the present version that are missing; existing
-ones are never rewritten.
+`python -m tests.files.golden` writes the missing recordings of the present version. Existing
+recordings are never rewritten.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ DTYPES += ["float16", "bfloat16", "float32", "float64"]
 
 
 def value(name: str, t: int, num_envs: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Make `[num_envs, *shape]` values that tell field, step and env, exact in every dtype."""
+    """Create `[num_envs, *shape]` values that encode field, step and env, exactly in every
+    dtype.
+    """
     code = (sum(map(ord, name)) + 7 * t + 3 * np.arange(num_envs)) % 100
     tensor = torch.from_numpy(code + np.zeros((*shape, num_envs), np.int64)).movedim(-1, 0)
     return (tensor % 2).bool() if dtype == "bool" else tensor.to(getattr(torch, dtype))
 
 
 def all_dtypes(t: int) -> dict[str, Any]:
-    """Two envs; an end of each kind, a final observation, every dtype, scalars and matrices."""
+    """Return steps of two envs: every kind of end, a final observation, every dtype, scalars and
+    matrices.
+    """
     fields = {
         f"x_{dtype}": value(dtype, t, 2, (2, 1) if dtype == "int16" else (), dtype)
         for dtype in DTYPES
@@ -50,7 +55,9 @@ def all_dtypes(t: int) -> dict[str, Any]:
 
 
 def components(t: int) -> dict[str, Any]:
-    """Three envs with a coded image, a large field and ends that drop a trajectory."""
+    """Return steps of three envs with a coded image, a large field, and ends that drop a
+    trajectory.
+    """
     image = value("image", t, 3, (1, 4, 4), "float32") / 100
     return {
         "observation": {"state": value("state", t, 3, (2,), "float32"), "depth": image},
@@ -76,7 +83,7 @@ CODED: dict[str, tuple[tuple[int, ...], str, int, str]] = {
 
 
 def coded(t: int) -> dict[str, Any]:
-    """Two envs with a component of every kind of codec, and final observations."""
+    """Return steps of two envs with a component for each kind of codec, and final observations."""
     observation, final = (
         {
             name: (made / divisor if divisor > 1 else made)

@@ -1,4 +1,5 @@
-"""A loader whose worker is killed: run as a process of its own, as torch may tell of it at any later time.
+"""A loader whose worker is killed, in another process, because torch may report it at any later
+time.
 
 `python -m tests.files.killed_worker FOLDER START_METHOD`, for a folder of `record`.
 """
@@ -28,12 +29,13 @@ def main(folder: str, start_method: str) -> None:
             if number == 3:
                 multiprocessing.active_children()[0].kill()
     except RuntimeError as error:  # ours, or torch's
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ours came first, torch's would come now
+        # after our error, torch's error would be raised now
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         assert "has died: " in str(error) or str(error).startswith("DataLoader worker"), error
     again = rollout_data.loader(opened(folder, **options), 2, multiprocessing_context=start_method)
     again.load_state_dict(batches.state_dict())
     following = [seen(batch) for batch, _ in zip(again, range(3), strict=False)]
-    # torch's error may come when a batch is there that the loop has not counted yet.
+    # torch may raise its error for a batch that has arrived, but that the loop has not counted yet.
     assert following in (expected[number : number + 3], expected[number + 1 : number + 4])
     print("the next batch followed")
 

@@ -14,7 +14,7 @@ from storage.core.fields import Schema
 
 
 def notes_of(folder: Path) -> tuple[Notes, RowSource]:
-    """Give the notes of what a folder holds now, and a store of its index."""
+    """Return the notes of the blocks of a folder, and a store of its index."""
     opened = BlockFolder(folder)
     opened.refresh()
     assert not opened.problems

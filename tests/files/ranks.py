@@ -1,4 +1,5 @@
-"""A script that torchrun starts in each rank: streams folders, one after the other, and writes what it has got as JSON.
+"""A script that torchrun starts in each rank: it streams folders one after another, and writes the
+batches as JSON.
 
 Argument: a list of readings as JSON, each the arguments of `read`.
 """
@@ -17,12 +18,12 @@ import rollout_data
 from rollout_data import RolloutDataset
 from tests.files.recorded import record
 
-#: Behind so many batches something is recorded.
+#: Number of batches after which new data are recorded.
 NUM_WRITTEN = 40
 
 
 def seen(batch):
-    """(trajectory, frame, valid) of each env and step."""
+    """Return (trajectory, frame, valid) of each env and step."""
     get = batch.__getitem__ if isinstance(batch, dict) else lambda name: getattr(batch, name)
     values = get("observation").long()
     return (
@@ -33,7 +34,7 @@ def seen(batch):
 
 
 def iterate(dataset, reading, num_workers, start_method):
-    """Give an iterator over the dataset, read in some way."""
+    """Return an iterator over the dataset, for a way of reading."""
     options = {"num_workers": num_workers}
     if num_workers:
         options["multiprocessing_context"] = start_method
@@ -69,7 +70,10 @@ def read(
     as_dict=False,
     refresh_s=None,
 ):
-    """Read a folder to its end, some of them beside a writer; gives the error, if there is one."""
+    """Read a folder to its end, in some cases beside a writer.
+
+    Return the batches and the error, if there is one.
+    """
     rank = dist.get_rank()
     own = int(os.environ["RANK"]), 2
     dataset = RolloutDataset(
@@ -88,7 +92,7 @@ def read(
     try:
         for number, batch in enumerate(iterate(dataset, reading, num_workers, start_method)):
             found.append(seen(batch))
-            # No rank waits for the other: what it sees differs
+            # No rank waits for the other: they read different data.
             if is_live and rank == number % 2 and number < NUM_WRITTEN:
                 record(Path(data_dir), [3, 2], first_number=100 * rank + 2 * number + 20)
     except Exception as raised:  # noqa: BLE001 - the test looks at it

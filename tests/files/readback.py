@@ -1,4 +1,4 @@
-"""Helpers of the file tests: read back what a writer published, with naive code."""
+"""Read the files of a writer with naive code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollout_data.blocks.block_header import (
 
 @dataclass
 class Recorded:
-    """One trajectory as it stands in the blocks of a folder."""
+    """One trajectory in the blocks of a folder."""
 
     writer: str
     number: int
@@ -50,7 +50,7 @@ def blocks_of(folder: Path) -> list[BlockHeader]:
 
 
 def field_values(header: BlockHeader, table: str, name: str, start: int, stop: int) -> np.ndarray:
-    """Read a field's rows as users see them; bfloat16 as float32."""
+    """Read the rows of a field in the form that users receive; bfloat16 as float32."""
     layout = header.layouts[table]
     rows = header.read_rows(table, layout.column_of[name].name, start, stop)
     values = layout.decoded(name, torch.from_numpy(rows))
@@ -58,14 +58,14 @@ def field_values(header: BlockHeader, table: str, name: str, start: int, stop: i
 
 
 def trajectories_of(folder: Path) -> list[Recorded]:
-    """Read all trajectories that exist, in the order of their numbers, frame by frame checked."""
+    """Read all trajectories in the order of their numbers, and check each frame."""
     found: dict[tuple[str, int], Recorded] = {}
     for header in blocks_of(folder):
         for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
             key = (header.writer, int(fragment["trajectory"]))
             if fragment["flags"] & DROPPED or (key in found and found[key].flags & DROPPED):
                 found.setdefault(key, Recorded(*key, int(fragment["env"]))).flags |= DROPPED
-                continue  # void as a whole, whatever else there is of it
+                continue  # a void trajectory has no other fragment
             is_first = bool(fragment["flags"] & FIRST)
             assert is_first == (key not in found), "FIRST on the first fragment, and only there"
             one = found.setdefault(key, Recorded(*key, int(fragment["env"])))
@@ -99,7 +99,7 @@ def _exists(one: Recorded) -> bool:
 
 
 def end_of(one: Recorded) -> str:
-    """Name the end: "terminated", "truncated", "both", "open" or "" (in progress)."""
+    """Return the name of the end: "terminated", "truncated", "both", "open" or "" (in progress)."""
     names = {
         TERMINATED: "terminated",
         TRUNCATED: "truncated",

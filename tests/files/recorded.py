@@ -1,4 +1,4 @@
-"""Recordings whose every value tells where it comes from, for tests of reading.
+"""Recordings whose every value encodes its origin, for tests of readers.
 
 A frame's observation is `[trajectory, frame, 1000 * trajectory + frame]`; actions and rewards are
 functions of it, so that a wrong index shows by arithmetic. Final observations have a half frame.
@@ -38,10 +38,12 @@ def record(
     flush_every: int | None = None,
     **options,
 ) -> list[Recorded]:
-    """Record trajectories of these lengths, dealt to envs as they become free; gives them in the order of completion.
+    """Record trajectories of these lengths, assigned to envs that become free.
 
-    The last trajectory of an env is "open" only if `ends` says so; env slots without work are
-    masked.
+    Return them in the order of completion.
+
+    The last trajectory of an env is "open" only if `ends` contains "open". Envs without a
+    trajectory are masked.
     """
     ends = ends or ["terminated"] * len(lengths)
     queue = [
@@ -88,7 +90,7 @@ def record(
                     frame[env] += 1
                     if frame[env] == item.length:
                         done_list.append(item)
-                        # An open trajectory keeps its env for good: nothing may follow it there.
+                        # An open trajectory stays open, so nothing may follow it in its env.
                         current[env] = None
                         if item.end == "open" and queue:
                             raise ValueError("an open trajectory must be the last of the recording")
@@ -99,7 +101,7 @@ def record(
 
 
 def frames_of(batch):
-    """Every valid transition of a batch as (step, env, trajectory, frame)."""
+    """Return (step, env, trajectory, frame) of every valid transition of a batch."""
     steps, envs = batch.valid.nonzero(as_tuple=True)
     values = batch.observation[steps, envs]
     return [
@@ -108,7 +110,7 @@ def frames_of(batch):
 
 
 def drain(dataset, num_steps):
-    """All batches until the end."""
+    """Return all batches until the end."""
     batches = []
     while True:
         try:

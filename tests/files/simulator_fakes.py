@@ -1,4 +1,4 @@
-"""Fakes of the interfaces of simulators: of one game, whose frames follow from env, episode and step."""
+"""Fakes of the interfaces of simulators. Their frames are functions of env, episode and step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ N = 3
 
 
 class Sim:
-    """Counts: a state is (env, episode, step), its privileged twin the same and 0.5; odd episodes time out.
+    """A state is (env, episode, step). The privileged state is 0.5 higher. Odd episodes time out.
 
     Episode k of env n has n + k % 3 + 2 frames, and is a success where k % 3 is 1. Observations are
     written in place.
@@ -38,7 +38,9 @@ class Sim:
         self.is_over[envs] = False
 
     def advance(self, actions, envs=slice(None)):
-        """Step; give rewards, ends by themselves, timeouts, successes, and the state before any reset."""
+        """Step. Return rewards, terminations, timeouts, successes, and the state before any
+        reset.
+        """
         assert isinstance(actions, torch.Tensor if self.library == "torch" else np.ndarray)
         assert tuple(actions.shape) == (N, 2)
         self.t[envs] += 1
@@ -96,7 +98,7 @@ class GymForm(Sim):
 
 
 class IsaacLab(GymForm):
-    """Groups, torch, a reset in the same step, no final observation."""
+    """Groups of torch tensors, a reset in the same step, no final observation."""
 
     def observe(self):
         return {"policy": super().observe(), "critic": super().observe() + 0.5}
@@ -117,7 +119,7 @@ class Privileged(IsaacLab):
 
 
 class ManiSkill(GymForm):
-    """Batched final observations of all envs with a mask; infos are those of the reset."""
+    """Final observations of all envs with a mask. Infos are those after the reset."""
 
     def infos(self, done, success, last):
         if not done.any():
@@ -133,7 +135,7 @@ class ManiSkill(GymForm):
 
 
 class Gymnasium029(GymForm):
-    """Arrays of objects, None where nothing ended."""
+    """Arrays of objects, with None for envs without an end."""
 
     def infos(self, done, success, last):
         if not done.any():
@@ -150,7 +152,7 @@ class Gymnasium029(GymForm):
 
 
 class SB3(Sim):
-    """Four values, a list of infos; `action_space` is that of one env."""
+    """Four values and a list of infos. `action_space` is that of one env."""
 
     def reset(self):
         self.restart(slice(None))
@@ -176,7 +178,7 @@ class SB3(Sim):
 
 
 class TensorDict:
-    """The part of one that matters: items by name, no iteration over names."""
+    """The used part of a TensorDict: items by name, no iteration over names."""
 
     def __init__(self, parts):
         self.parts = parts
@@ -195,7 +197,7 @@ class TensorDict:
 
 
 class RslRl(Sim):
-    """Four values, observations in groups of a TensorDict, `time_outs`; what is stale stands in it."""
+    """Four values, observations in groups of a TensorDict, `time_outs` with stale values."""
 
     num_actions, device = 2, "cpu"
 
@@ -231,7 +233,10 @@ class OldRslRl(RslRl):
 
 
 class IsaacGym(GymForm):
-    """Four values, observations in a dict, `time_outs`; an env is reset in the step after its last one."""
+    """Four values, observations in a dict, `time_outs`.
+
+    An env is reset in the step after its last step.
+    """
 
     def __init__(self):
         super().__init__("torch", "next_step")
@@ -250,7 +255,7 @@ class IsaacGym(GymForm):
 
 
 class LeggedGym(RslRl):
-    """Five values, of which the second is the privileged observation."""
+    """Five values. The second is the privileged observation."""
 
     def get_observations(self):
         return self.observe()

@@ -1,4 +1,4 @@
-"""The template: a subclass that knows nothing but single frames has every verb of a dataset."""
+"""A subclass of the template that only returns single frames has every method of a dataset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class Counted(NamedTuple):
 
 
 class Counters(RolloutFileBase):
-    """Env n counts up from 100 * n, frame by frame; a refreshed env starts at its next hundred thousand."""
+    """Env n counts from 100 * n, frame by frame.
+
+    A reset env starts at its next hundred thousand.
+    """
 
     def __init__(self, num_envs, has_timeouts=True):
         super().__init__("nowhere", num_envs, "cpu")

@@ -1,4 +1,7 @@
-"""Damaged and hostile blocks: reported as what they are, never returned as data, never a crash."""
+"""Damaged and hostile blocks are reported with their defect.
+
+They are never returned as data, and never end the process.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def block(tmp_path_factory) -> Path:
 
 
 def content(header: BlockHeader) -> tuple:
-    """Everything a reader gets from a block."""
+    """Return everything that a reader reads from a block."""
     rows = [
         header.read_rows(table, column, 0, num_rows).tobytes()
         for table, columns in header.locations.items()
@@ -64,7 +67,7 @@ def outcome(path: Path, good: tuple) -> str:
 
 
 def used_bytes(path: Path) -> list[int]:
-    """Positions of a file that are not inside long runs of zeros."""
+    """Return positions of a file outside of long runs of zeros."""
     data = np.fromfile(path, np.uint8)
     near = np.convolve(data != 0, np.ones(9), "same") > 0
     return np.flatnonzero(near).tolist()
@@ -115,7 +118,7 @@ def test_truncation_at_any_length_is_reported(block, tmp_path):
 
 
 def heap_headers(data: bytes) -> list[int]:
-    """Positions of the header of the heap of texts, and of those of its objects."""
+    """Return positions of the header of the heap of texts, and of the headers of its objects."""
     heap = data.index(b"GCOL")
     size, at, found = int.from_bytes(data[heap + 8 : heap + 16], "little"), 16, list(range(16))
     while at + 16 <= size:
@@ -127,7 +130,9 @@ def heap_headers(data: bytes) -> list[int]:
 
 
 def test_flipped_bits_of_the_global_heap_never_hang_a_reader(block, tmp_path):
-    """HDF5 follows the sizes in it without end where they lead nowhere; in a process that can be ended."""
+    """HDF5 may follow wrong sizes in it without end, so the reader runs in a process with a time
+    limit.
+    """
     positions = heap_headers(block.read_bytes())
     assert len(positions) > 16 * 4, "an object for each text, and the rest"
     arguments = (block, tmp_path / block.name, positions, list(range(8)))
@@ -239,7 +244,7 @@ def object_strings(file):
 
 
 def sign(file):
-    """Make the header's checksum right again: damage would be caught by it, malice would not."""
+    """Write the right checksum of a changed header, as an attacker would do."""
     about = [file.attrs[name] for name in ABOUT]
     file.attrs["header_crc"] = header_crc(file["fragments"][()], file["reward_sums"][()], about)
 
@@ -337,7 +342,7 @@ def test_a_missing_block_raises_as_missing(tmp_path):
 
 
 def test_reading_needs_little_memory_whatever_a_file_declares(block, tmp_path):
-    """In a process of its own with 2 GiB of address space beyond what it has."""
+    """The reader runs in a process with 2 GiB more address space than it uses."""
     paths = []
     for edit in (huge_table, huge_contiguous_table, huge_column, compressed_bomb):
         (tmp_path / edit.__name__).mkdir()

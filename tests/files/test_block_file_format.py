@@ -1,4 +1,6 @@
-"""The file format: FORMAT.md's own reader, and recordings of earlier versions that read as they did."""
+"""The file format: the reader of FORMAT.md, and unchanged reading of recordings of earlier
+versions.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_the_reader_in_format_md_reads_what_we_write(tmp_path, name):
 
 @pytest.mark.parametrize("name", golden.RECORDINGS)
 def test_attributes_have_the_types_that_h5py_writes(tmp_path, name):
-    """They are written by lower functions, which is quicker; other tools shall see no difference."""
+    """They are written by faster low-level functions. Other tools must not notice."""
     golden.record(name, tmp_path)
     for path in tmp_path.glob("rollout_*.h5"):
         with (
@@ -183,6 +185,8 @@ def test_a_block_is_plain_hdf5_without_stray_bytes(tmp_path):
 
 
 def frames_gaps(row):
-    """Bytes between observation (0:3), action (8:16), odd (16:21) and the end of the row (24)."""
+    """Return the bytes between observation (0:3), action (8:16), odd (16:21) and the end of the row
+    (24).
+    """
     assert len(row) == 24
     return [*row[3:8].tolist(), *row[21:24].tolist()]

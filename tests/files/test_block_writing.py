@@ -1,4 +1,4 @@
-"""Writing a block: its rows and checksums, however fragments lie, and what stops it."""
+"""Writing a block: its rows and checksums for any layout of fragments, and its errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.faults import instead_of
 
 NUM_FRAGMENTS, LENGTH = 30, 50
 SMALL = Schema([Field("observation", (500,), "float32"), Field("action", (2,), "float32")])
-#: Three rows of the image are a part of what is written at a time.
+#: Three rows of the image fit into the part that is written at a time.
 LARGE = Schema([Field("image", (300, 1024), "uint8"), Field("action", (2,), "float32")])
 
 
 class CopiedRows(ArrayRows):
-    """Rows that are put together in the memory that the block gives."""
+    """Rows that are assembled in the memory of the block."""
 
     def read(self, start, stop, out):
         out[:] = super().read(start, stop, out)
@@ -46,7 +46,7 @@ class FailingRows(ArrayRows):
 
 
 def content(schema=SMALL, spans=None, num_rows=NUM_FRAGMENTS * LENGTH, rows=ArrayRows, seed=0):
-    """A block of random rows, of which the fragments hold these spans."""
+    """Return a block of random rows whose fragments have these spans."""
     spans = (
         [(k * LENGTH, (k + 1) * LENGTH) for k in range(NUM_FRAGMENTS)] if spans is None else spans
     )
@@ -66,7 +66,7 @@ def content(schema=SMALL, spans=None, num_rows=NUM_FRAGMENTS * LENGTH, rows=Arra
 
 
 def check(path, expected):
-    """Compare the rows of a block, which its checksums must fit, with those of a content."""
+    """Compare the rows of a block with expected rows, and check its checksums."""
     header = open_block(path, verify=True)
     for name, source in expected.rows[DATA].items():
         found = header.read_rows(DATA, name, 0, source.num_rows)
@@ -90,7 +90,7 @@ def two_threads():
 def test_rows_and_checksums_do_not_depend_on_the_parts_of_a_write(
     tmp_path_factory, lengths, seed, rows
 ):
-    """Of the lengths, those marked are fragments; the others are rows that no fragment names."""
+    """Some of the lengths are fragments. The others are rows without a fragment."""
     generator = np.random.default_rng(seed)
     ends = np.cumsum([length for length, _ in lengths], dtype=np.int64)
     spans = [

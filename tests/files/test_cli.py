@@ -51,7 +51,9 @@ def record(folder, num_steps=60, seed=0, **options):
 
 
 def in_order(folder):
-    """Trajectories as readers see them, in the order of completion, without their numbers."""
+    """Return trajectories in the order of completion without their numbers, as readers return
+    them.
+    """
     blocks = BlockFolder(folder)
     blocks.refresh()
     index = TrajectoryIndex(list(blocks.blocks.values()))
@@ -310,7 +312,7 @@ def run_cli(*arguments, **options):
 
 
 def the_line(done):
-    """The one line on stderr of a call that failed."""
+    """Return the single line on stderr of a failed call."""
     assert done.returncode in (1, 2), done
     (line,) = done.stderr.splitlines()
     return line

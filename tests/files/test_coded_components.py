@@ -1,4 +1,4 @@
-"""Coded components: recorded, checked, packed, repaired and streamed back like the others."""
+"""Coded components are recorded, checked, packed, repaired and streamed like other components."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_chunks_of_compressible_values_are_smaller_than_their_rows(folders):
     assert theirs == {}
     header = blocks_of(folders[0])[0]
     for name, size in ours.items():
-        # Noise in doubles does not get shorter, nor longer
+        # Noise in doubles does not compress.
         limit = 1.02 if name.endswith("lidar") else 0.9
         assert size < limit * header.num_frames * header.schema[name].row_bytes, name
 
@@ -159,7 +159,7 @@ def test_auto_chooses_a_codec_in_the_first_block_and_keeps_it(tmp_path):
         ) as writer:
             for t in range(40):
                 noise = rng.integers(0, 256, (2, 30, 30), np.uint8)
-                # What the first block chose holds, although the second is of another kind.
+                # The choice of the first block applies, although the second block has other data.
                 smooth = (
                     np.full((2, 30, 30), t, np.uint8)
                     if t < 20
@@ -261,7 +261,7 @@ def test_pack_keeps_final_observations_that_only_one_of_two_codings_has(
 
 
 def test_a_chunk_is_decoded_once_for_neighbouring_batches(folder, folders):
-    """What is done to the file afterwards is not seen any more."""
+    """Later changes of the file have no effect."""
     errors = coded.max_errors(folder)
     ours, theirs = (
         RolloutDataset(path, 2, device="cpu", flatten_observations=False)
@@ -345,7 +345,7 @@ def test_info_is_strict_json_where_a_nan_has_no_image_value(tmp_path, capsys):
 
 
 class Cameras:
-    """Two envs whose image and range tell env and step."""
+    """Two envs whose image and range encode env and step."""
 
     num_envs = 2
 

@@ -1,4 +1,6 @@
-"""Damaged and hostile chunks of coded components: reported as what they are, without memory, never returned."""
+"""Damaged and hostile chunks of coded components are reported, need little memory, and are never
+returned.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ from tests.files.test_block_file_damage import check_flips, used_bytes
 
 
 def read_envs(folder):
-    """Read everything, as environments."""
+    """Read everything with `RolloutDataset`."""
     dataset = RolloutDataset(folder, 2, device="cpu", flatten_observations=False)
     for _ in dataset:
         pass
 
 
 def read_windows(folder):
-    """Read everything, as windows."""
+    """Read everything with `WindowDataset`."""
     dataset = WindowDataset(folder, 3)
     dataset.__getitems__(range(len(dataset)))
 
@@ -111,7 +113,7 @@ def test_a_flipped_bit_of_a_chunk_checksum_is_reported_by_verify_and_decoding(fo
 
 
 def without_sums(file):
-    """What blocks look like that have no checksums of chunks yet."""
+    """Remove the checksums of chunks, as in blocks of earlier versions."""
     for table in ("data", "final"):
         for name in coded.CODECS:
             del file[f"{table}/observation/{name}/checksums"]
@@ -168,7 +170,9 @@ def test_flipped_bits_are_reported_or_without_effect(folders, tmp_path):
 
 
 def remade(path, tmp_path, edit):
-    """A copy of a block with other offsets or codecs and a right checksum: what an attacker would write."""
+    """Return a copy of a block with other offsets or codecs and a right checksum, as an attacker
+    would write it.
+    """
     copy = tmp_path / path.name
     shutil.copy(path, copy)
     with h5py.File(copy, "r+") as file:
@@ -246,7 +250,10 @@ def huge_offsets(file):
 
 
 def moved(part, *steps):
-    """Add to every offset, which may wrap around: whole multiples give the differences that were there."""
+    """Add a number to every offset.
+
+    Offsets may wrap around, so that their differences stay the same.
+    """
 
     def edit(file):
         found = file["data/observation/rgb/offsets"]
@@ -312,7 +319,7 @@ def test_hostile_tables_of_chunks_raise_without_allocating_memory(
     tracemalloc.start()
     with pytest.raises(CorruptFileError) as caught:
         header = open_block(path, verify=True)
-        # A table may be right and its chunks others
+        # The table may be right and its chunks damaged.
         header.read_rows(DATA, "observation/rgb", 0, 20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

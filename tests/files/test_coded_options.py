@@ -1,4 +1,4 @@
-"""Options of coded components: how many frames are coded together, how many decoded bytes are kept."""
+"""Options of coded components: frames per chunk, and bytes of the cache of decoded chunks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_chunk_of_several_frames_is_64_mib_at_most(tmp_path):
     (path,) = tmp_path.glob("*.h5")
     table = read_header(path).chunks[DATA]["observation/a"]
     assert np.diff(table.rows).tolist() == [64, 1]
-    # One that a writer does not make: 300 KB that become 65 MiB for a reader of one frame.
+    # A chunk that no writer makes: 300 KB that decode to 65 MiB for a reader of one frame.
     forged = replace(table, rows=table.rows[::2], places=table.places[::2], sums=table.sums[:1])
     place, num_bytes = int(forged.places[0]), int(np.diff(forged.places)[0])
     assert "of at most 64 rows" in forged.check(np.array([0]), np.array([65]), 99, place, num_bytes)

@@ -1,4 +1,4 @@
-"""What all commands promise: rows of one table, help, JSON, one line for each error, and its exit code."""
+"""Promises of all commands: one table, help, JSON, one line per error, and exit codes."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_json_prints_nothing_else(walk: Path, run_command: RunCommand, call: str
     assert (code, err) == (0, "") and json.loads(out) is not None
 
 
-#: What commands need besides the data; of others nothing, which is a wrong call.
+#: Arguments of commands besides the data. A command without an entry has a wrong call.
 REST = {
     "convert": ["OUT"],
     "pack": ["OUT"],

@@ -1,4 +1,6 @@
-"""kill -9 at random instants: every published block is whole, and reopening tells what is lost."""
+"""kill -9 at random instants: every published block is complete, and the next writer reports lost
+frames.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cursor arithmetic against a naive simulation that looks at one frame after the other."""
+"""The arithmetic of cursors compared with a naive simulation, frame by frame."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout_data.playback.step_planner import (
 
 
 class NaiveStream:
-    """Each env steps through its trajectory; at its end it takes the next of the queue at once."""
+    """Each env plays its trajectory, and then takes the next trajectory of the queue at once."""
 
     def __init__(self, num_envs, lengths, passes):
         self.lengths = lengths
@@ -83,7 +83,10 @@ def pass_orders_of(lengths, passes, source):
 
 
 def dense(plan, num_envs):
-    """Plan -> (trajectory, frame) of every env and time, with a check that each is covered once."""
+    """Convert a plan to (trajectory, frame) of every env and step.
+
+    Check that each is covered once.
+    """
     found = np.full((num_envs, plan.num_steps + 1, 2), -1)
     for part in plan.parts:
         for env, time, trajectory, frame, count in zip(*part.pieces, strict=True):

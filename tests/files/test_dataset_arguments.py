@@ -1,4 +1,4 @@
-"""Wrong arguments of datasets: one clear error each, at once, and nothing guessed."""
+"""Each wrong argument of a dataset raises one clear error at once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_wrong_arguments_of_calls_raise(tmp_path):
             UsageError, match=r"time_s must be seconds of shape \(\) or \(2,\), got "
         ):
             dataset.get_batch_by_time(times)
-    # Nothing was started again
+    # No process was started again.
     assert not torch.equal(dataset.get_batch().observation, first.observation)
 
 

@@ -1,4 +1,4 @@
-"""What a file may declare: limits of texts, fields and tables, so that no declaration costs time or memory."""
+"""Limits of declared texts, fields and tables, so that no declaration costs time or memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["block"]  # the fixture
 
 
 def many_fields(count: int) -> list[dict]:
-    """Fields of one row each, as a schema's JSON has them; they take more than 64 bytes each."""
+    """Return fields of one row each, as in the JSON of a schema. Each needs more than 64 bytes."""
     return [
         {"name": f"field {number:06d}", "shape": [], "dtype": "bool", "codec": "raw"}
         for number in range(count)
@@ -76,7 +76,9 @@ def test_duplicate_field_names_are_all_named():
 
 
 def test_fields_are_compared_once_by_name(monkeypatch):
-    """The work grows with the number of fields, not with its square: each field that is alone is looked up by name."""
+    """The work grows linearly with the number of fields: each missing field is looked up by
+    name.
+    """
     schema = Schema.from_json(
         [{"name": f"a{number}", "shape": [4096], "dtype": "bool"} for number in range(1000)]
     )
@@ -85,7 +87,7 @@ def test_fields_are_compared_once_by_name(monkeypatch):
 
 
 def reserve(file, name, dtype, shape):
-    """Make a table that takes its place in the file but was never written: a hole."""
+    """Create a table with space in the file that was never written (a hole)."""
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -146,7 +148,7 @@ IMAGES = [Field(f"observation/{number}", (4096,), "uint8") for number in range(1
     ],
 )
 def test_holes_of_a_sparse_copy_are_read_as_zeros(tmp_path, table, fields, num_rewards):
-    """A table with a row for each fragment may be all zeros, which `cp --sparse` makes a hole."""
+    """A table with a row per fragment may be all zeros. `cp --sparse` turns it into a hole."""
     count = 40_000
     fragments = np.zeros(count, FRAGMENT_DTYPE)
     fragments["trajectory"], fragments["final_row"], fragments["flags"] = (

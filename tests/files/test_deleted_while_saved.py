@@ -1,4 +1,6 @@
-"""A state that plays trajectories which were deleted meanwhile: what is left is not valid, and nothing else moves."""
+"""A state that plays trajectories which were deleted later: their remaining frames are not valid,
+and nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::rollout_data.RolloutDataWarning
 
 
 def folder_of(tmp_path):
-    """Twelve trajectories that are played at once, and those that follow."""
+    """Record twelve trajectories that are played at once, and further trajectories."""
     folder = LiveFolder(tmp_path)
     folder.delete(list(folder.blocks))
     folder.add([4, 9, 12, 7, 11, 5, 8, 10, 6, 12, 9, 7] + [3, 5, 4, 6, 5, 3, 4, 5, 6, 4, 3, 5] * 2)
@@ -28,20 +30,20 @@ def folder_of(tmp_path):
 
 
 def playing(folder, state):
-    """The numbers of the trajectories that a state plays."""
+    """Return the numbers of the trajectories that a state plays."""
     writers = {path.name.split("_")[1]: number for number, path in folder.blocks.items()}
     return [writers[state["writers"][writer]] for writer, _ in state["trajectory"]]
 
 
 def valid_of(batch, gone=()):
-    """What a batch shows where it is valid, once some trajectories cannot be read; their flags stay."""
+    """Return the valid part of a batch if some trajectories cannot be read. Their flags stay."""
     return batch and [
         [frame if frame[2] and frame[0] not in gone else [0, 0, 0, *frame[3:]] for frame in env] for env in batch
     ]  # fmt: skip
 
 
 def names_of(ranks):
-    """What ranks name, each of them once."""
+    """Return the names in the problems of all ranks, each once."""
     for rank in ranks:
         assert (
             rank.num_lost_trajectories
@@ -68,7 +70,7 @@ def test_the_rest_of_a_deleted_trajectory_is_not_valid_and_other_envs_do_not_cha
     state = json.loads(json.dumps(uninterrupted[0].state_dict()))
     gone = chance.sample(sorted(set(playing(folder, state))), 3)
     folder.delete(gone)
-    # Its files are mapped still
+    # Its files are still mapped.
     expected = [next_of_all(uninterrupted, NUM_STEPS) for _ in range(8)]
     total = chance.choice([1, 2, 3])
     ranks = [opened(folder.data_dir, (rank, total), **options) for rank in range(total)]

@@ -179,7 +179,7 @@ def test_wrong_components_raise_an_error_that_names_them(traj_data, error, text)
 
 
 def recorded_at_the_first_look(monkeypatch, folder, lengths):
-    """Record into a folder as soon as a dataset waits for it."""
+    """Record into a folder when a dataset begins to wait for it."""
     started = threading.Event()
 
     def sleep(_seconds):
@@ -187,7 +187,7 @@ def recorded_at_the_first_look(monkeypatch, folder, lengths):
             started.set()
             record(folder, lengths)
 
-    monkeypatch.setattr("time.sleep", sleep)  # the wait itself, so that the test takes no time
+    monkeypatch.setattr("time.sleep", sleep)  # the wait is replaced, so that the test takes no time
     return started
 
 

@@ -1,4 +1,4 @@
-"""Names with "/", as `rollout_data.open` gives them, are recorded as the nested fields that they name."""
+"""Names with "/", as returned by `rollout_data.open`, are recorded as nested fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left out of a record, counted in it, or wrong in it, is said in the words in which it was given."""
+"""Errors about records use the names and forms that the user passed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_keywords_that_are_not_recorded_are_named_in_a_warning(tmp_path):
             "next_observation",
         ]
         assert set(writer.schema) == {"observation", "action", "hidden_states"}
-        with warnings.catch_warnings():  # a record may carry them, and None says nothing
+        with warnings.catch_warnings():  # a record may have these keys with the value None
             warnings.simplefilter("error")
             writer.add(
                 {**given, **derived, "hidden_states": (1, 2)},

@@ -1,4 +1,6 @@
-"""The trajectory index against a naive table of frames, and what it leaves out."""
+"""The trajectory index compared with a naive table of frames, and the trajectories that it leaves
+out.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from storage.core.fields import Field, Schema
 
 
 def block(number, rows, writer="w"):
-    """A block of fragments `(trajectory, start, length, flags, end_time)`, rows in this order."""
+    """Return a block of fragments `(trajectory, start, length, flags, end_time)` with rows in this
+    order.
+    """
     table = np.zeros(len(rows), FRAGMENT_DTYPE)
     at = 0
     for k, (trajectory, start, length, flags, end) in enumerate(rows):
@@ -40,7 +44,10 @@ def block(number, rows, writer="w"):
 
 @st.composite
 def recordings(draw):
-    """Trajectories cut into fragments and dealt to blocks in order; also their frames by block and row."""
+    """Draw trajectories, divided into fragments and blocks in order.
+
+    Return also their frames by block and row.
+    """
     num_blocks = draw(st.integers(1, 4))
     content = [[] for _ in range(num_blocks)]
     frames, ends = {}, {}

@@ -1,4 +1,4 @@
-"""Infos of a step, as environments return them, in every way of recording."""
+"""Infos of a step, as returned by environments, for every way of recording."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_data import RecordingWrapper, RolloutDataset, RolloutWriter, record
 from storage.errors import FieldTypeError, RolloutDataWarning, SchemaError
 
 N = 3
-#: Env 0 terminated, env 1 was cut, env 2 goes on.
+#: Env 0 terminated, env 1 was truncated, env 2 continues.
 DONES = np.array([True, True, False])
 CUT = np.array([False, True, False])
 
@@ -186,7 +186,7 @@ def test_infos_of_a_single_environment_are_recorded(tmp_path, as_list):
 
 
 def mixed_infos() -> list[dict]:
-    """Infos of environments of different libraries."""
+    """Return infos of environments of different libraries."""
     return [
         {"terminal_observation": last_seen(0), "TimeLimit.truncated": False},
         {"final_obs": last_seen(1), "time_outs": True},
@@ -480,7 +480,10 @@ def test_other_extras_are_fields(tmp_path):
 
 
 class Sb3Env:
-    """An environment of stable-baselines3's form whose episodes end after one step, by turns of both kinds."""
+    """An environment like those of stable-baselines3.
+
+    Episodes end after one step, terminated and truncated in turn.
+    """
 
     num_envs = N
 
@@ -531,7 +534,7 @@ def test_final_observations_in_infos_have_the_dtype_of_the_observations(tmp_path
 
 
 def test_final_observations_of_other_dtypes_in_a_rollout_raise(tmp_path):
-    """Large integers beside float32 are not rounded in silence."""
+    """Large integers with float32 values are not rounded without an error."""
     now = np.zeros((2, N, 2), np.float32)
     infos = [{"final_obs": now[0]}, {"final_obs": np.full((N, 2), 2**24 + 1)}]
     done = np.ones((2, N), bool)

@@ -1,4 +1,6 @@
-"""Which kind of folder is read: mixed ones, empty ones that fill later, and fields that change meanwhile."""
+"""Detection of the kind of folder: mixed folders, folders that are empty at first, and fields that
+change.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ def opened(data_dir, num_envs=1, **options):
 
 
 def when_waiting(monkeypatch, *actions):
-    """Do these one after the other, each time that a dataset would sleep until there is more."""
+    """Call these functions in turn, each time that a dataset would wait for more data."""
     left = list(actions)
     monkeypatch.setattr("time.sleep", lambda _: left.pop(0)() if left else None)
 
 
 def refuse_to_list(refused, monkeypatch):
-    """Answer for one folder what the system answers who may not list it, which tests that run as root may."""
+    """Deny listing of one folder. Tests may run as root, for which the system would allow it."""
     scandir = os.scandir
 
     def refuse(path="."):
@@ -207,7 +209,7 @@ def test_metadata_that_appear_later_are_reported_and_change_nothing(tmp_path):
 
 
 def long_recording(data_dir, num_blocks):
-    """One trajectory over all blocks, and one of its own in the last."""
+    """Record one trajectory over all blocks, and another in the last block."""
     record(data_dir, [4 * num_blocks, 4], flush_every=4)
     return sorted(data_dir.glob("rollout_*.h5"))
 

@@ -1,7 +1,7 @@
-"""Loaders that read ahead in a thread, dropped by the garbage collector while the thread reads.
+"""Loaders with a thread that reads ahead, which the garbage collector drops while the thread reads.
 
-The collector may run inside any call, also one that holds a lock which the thread needs: it must
-not wait for it.
+The collector may run inside any call, also in a call with a lock that the thread needs. So it must
+not wait for the thread.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from rollout_data import RolloutDataset, WindowDataset, WindowLoader
 from tests.files.recorded import drain, record
 
-#: Far more than a read takes; a thread that waits as long was waited for.
+#: Seconds, much longer than a read. If a call takes this long, it has waited for the thread.
 WAIT_S = 60.0
 
 
 class Gate:
-    """Holds the second read of a dataset until it is opened."""
+    """Blocks the second read of a dataset until it is opened."""
 
     def __init__(self) -> None:
         self.is_reached = threading.Event()

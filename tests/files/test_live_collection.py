@@ -1,7 +1,7 @@
-"""Streams with `refresh_s`: what is published while a pass goes on is dealt next, and nothing comes twice in a pass.
+"""Streams with `refresh_s`: trajectories that are published during a pass come next, and none comes
+twice in a pass.
 
-With `refresh_s=0` a stream looks at every batch, so that a model without a clock says what it
-delivers.
+With `refresh_s=0` a stream scans before every batch, so a model needs no clock.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Model:
                 self.envs[env] = [(self.fresh or self.rest).pop(0), 0]
 
     def batch(self, num_steps):
-        """Frames of each step, as (step, env, trajectory, frame)."""
+        """Return the frames of each step as (step, env, trajectory, frame)."""
         if not self.fresh and self.new:
             self.add(self.new)
             self.new = []
@@ -138,7 +138,8 @@ def test_folders_are_scanned_within_a_pass_after_refresh_s(tmp_path):
         next(batches)
         record(tmp_path, [4], first_number=9000)
         assert not any((next(batches).observation[..., 0] == 9000).any() for _ in range(20))
-    with clock_at(start_s + 100):  # half of the time, as looks of others may come as late
+    # half of the time, because scans of other ranks may come that late
+    with clock_at(start_s + 100):
         assert any((next(batches).observation[..., 0] == 9000).any() for _ in range(2))
     assert dataset.state_dict()["pass"] == 0
 
@@ -149,7 +150,8 @@ def test_keep_latest_applies_to_new_trajectories_within_the_pass(tmp_path):
     found = [int(dataset.get_batch(2).observation[0, 0, 0])]
     record(tmp_path, [2, 2, 2], first_number=6)
     found += [int(batch.observation[0, 0, 0]) for batch in iter_rest(dataset, 2)]
-    assert found == [2, 3, 6, 7, 8, 5]  # 3 was dealt already; 4 is none of the newest four any more
+    # 3 was assigned already; 4 is not among the newest four any more
+    assert found == [2, 3, 6, 7, 8, 5]
 
 
 def iter_rest(dataset, num_steps):
@@ -211,7 +213,7 @@ def test_workers_of_a_plain_loader_raise_with_refresh_s(tmp_path):
         next(iter(batches))
 
 
-# Looks at a folder: their cost, and file systems that tell late or wrong
+# Costs of scans, and file systems with late or wrong answers
 
 
 @contextmanager
@@ -223,7 +225,7 @@ def clock_at(seconds):
 
 @contextmanager
 def clock_ahead(seconds):
-    """Let the monotonic clock stand `seconds` later."""
+    """Set the monotonic clock `seconds` ahead."""
     real = time.monotonic
     with mock.patch.object(time, "monotonic", lambda: real() + seconds):
         yield
@@ -245,7 +247,7 @@ def counted(*names):
 
 
 class Listing:
-    """What `os.scandir` gives: a listing of a folder, perhaps of an earlier time."""
+    """Result of `os.scandir`: a listing of a folder, perhaps of an earlier time."""
 
     def __init__(self, entries):
         self.entries = entries
@@ -259,7 +261,9 @@ class Listing:
 
 @contextmanager
 def shown_late(folder):
-    """Show the listing that a folder has now, whatever comes and goes, as a network file system may for a while."""
+    """Return the present listing of a folder for all later scans, as a network file system may do
+    for a while.
+    """
     with os.scandir(folder) as entries:
         old = list(entries)
     with instead_of(
@@ -277,18 +281,18 @@ def test_a_scan_of_an_unchanged_folder_is_one_system_call(tmp_path):
     with clock_at(start_s):
         dataset.get_batch(1)
     with clock_at(start_s + 5), counted("stat", "scandir", "listdir") as counts:
-        dataset.get_batch(1)  # the last complete look
+        dataset.get_batch(1)  # the last full scan
         assert counts["scandir"] and counts["stat"] >= 30
         counts.update(stat=0, scandir=0)
         for _ in range(10):
             dataset.get_batch(1)
     assert counts["scandir"] == counts["listdir"] == 0
-    assert counts["stat"] <= 11  # one for a look, and one in which files that are gone are given up
+    assert counts["stat"] <= 11  # one for a scan, and one in which deleted files are dropped
     record(tmp_path, [4], first_number=30)
     with clock_at(start_s + 5), counted("stat", "scandir") as counts:
         while not (dataset.get_batch(1).observation[..., 0] == 30).any():
             pass
-    assert counts["stat"] < 30  # those that are known are not asked for
+    assert counts["stat"] < 30  # known files are not requested
 
 
 def test_a_block_that_does_not_change_the_folder_time_is_found_by_the_next_full_scan(tmp_path):
@@ -301,7 +305,7 @@ def test_a_block_that_does_not_change_the_folder_time_is_found_by_the_next_full_
     with clock_at(start_s + 5):
         dataset.get_batch(1)
         record(tmp_path, [9], first_number=50)
-        # As where times are coarse, or where the clock jumped back
+        # As with coarse times, or after the clock was set back.
         os.utime(tmp_path, ns=(10**18, 10**18))
     with clock_at(start_s + 5.5):
         assert not (dataset.get_batch(9).observation[..., 0] == 50).any()
@@ -341,7 +345,7 @@ def test_blocks_missing_from_a_late_listing_do_not_change(tmp_path):
     record(tmp_path, [3] * 4, first_number=4)
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)
     found = frames_of(dataset.get_batch(3))
-    # Of before the second block
+    # From before the second block.
     with (
         instead_of("scandir", lambda call, path: Listing(early)),
         clock_ahead(5),
@@ -364,7 +368,7 @@ def test_a_block_that_is_listed_before_its_bytes_is_read_later(tmp_path, num_sho
     (path,) = set(tmp_path.glob("*.h5")) - before
     data = path.read_bytes()
     assert len(data) > num_shown
-    os.truncate(path, num_shown)  # as a file system shows it that knows the name before the size
+    os.truncate(path, num_shown)  # as shown by a file system that knows the name before the size
     with clock_ahead(5), pytest.warns(UserWarning, match=path.name):
         found += frames_of(dataset.get_batch(3))
     path.write_bytes(data)
@@ -384,7 +388,7 @@ def test_blocks_of_a_collector_whose_clock_jumps_back_are_read(tmp_path):
     an_hour_ago = time.time_ns() - 3600 * 10**9
     with mock.patch.object(time, "time_ns", lambda: an_hour_ago):
         record(tmp_path, [3, 3], first_number=6, writer_name="b")
-        # A writer's own times never run back
+        # The times of one writer never decrease.
         record(tmp_path, [3, 3], first_number=8, writer_name="a")
     found += [frames_of(batch) for batch in iter_rest(dataset, 3)]
     assert {number for *_, number, _ in found[2]} == {6, 7} and {

@@ -1,4 +1,7 @@
-"""Datasets in torch's own `DataLoader`, and names after a star import: a wrong call is one clear error of ours."""
+"""Datasets in torch's own `DataLoader`, and names after a star import.
+
+A wrong call raises one clear error of ours.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ def test_a_loader_that_collates_whole_batches_raises(
     walk: Path, options: Any, num_workers: int
 ) -> None:
     def stream() -> RolloutDataset:
-        # Iterators of refused loaders must not be collected in the next forked worker: torch raises
-        # there, and Python 3.11 can fail when that error is formatted within a parse.
+        # Iterators of rejected loaders must not be collected in the next forked worker. torch
+        # raises there, and Python 3.11 can fail when that error is formatted within a parse.
         gc.collect()
         return RolloutDataset(walk, 2, device="cpu", num_transitions_per_env=3, **options)
 

@@ -1,4 +1,6 @@
-"""Trajectory folders that are deleted or spoilt while they are played: the loss is named, and the rest streams."""
+"""Trajectory folders that are deleted or damaged while they are played: the loss is reported, and
+the rest streams.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def opened(data_dir, num_envs=1, **options):
 
 
 def played(batch):
-    """(trajectory, frame) of every valid step, env by env."""
+    """Return (trajectory, frame) of every valid step, env by env."""
     values = batch.observation[..., 0].T[batch.valid.T].long() - 100_000
     return [(int(v) // 1000, int(v) % 1000) for v in values]
 
@@ -56,7 +58,7 @@ def spoil(data_dir, number):
 
 
 def spoil_rows_unseen(data_dir, number):
-    """Cut the second chunk short, and leave its size and time as they were known."""
+    """Truncate the rows of the second chunk without a change of its size and time."""
     path = data_dir / f"trajectory_{number}" / "traj_000005_000010.pickle"
     stat = path.stat()
     path.write_bytes(GARBAGE.ljust(stat.st_size, b"\0"))
@@ -80,8 +82,8 @@ def test_a_lost_chunk_is_reported_and_other_trajectories_are_streamed(five, lose
         match=r"Trajectory 0 of writer '0:trajectory_1' cannot be read.*pickle'",
     ):
         rest = drained(dataset)
-    # What of a trajectory is read before its loss is found stays delivered; at the next pass its
-    # first chunk is there.
+    # Frames that were read before the loss was found stay delivered. The first chunk still exists
+    # at the next pass.
     left = [] if lose is delete else [(number, frame) for number in (1, 3) for frame in range(5)]
     second = sorted([*whole(0, 2, 4), *left]) if loops == 2 else []
     first = rest[: len(rest) - len(second)]
@@ -156,7 +158,8 @@ def test_reset_after_a_loss_plays_the_remaining_trajectories(five, lose, cache):
         dataset.reset()
         rest = drained(dataset)
     assert [frame for frame in rest if frame[0] != 0] == whole(1, 2, 3, 4)
-    # What is in memory is read on; what was deleted before the reset is simply not there.
+    # Frames in memory are still played. Trajectories that were deleted before the reset do not
+    # exist.
     assert bool(dataset.problems) == (
         lose is spoil or (lose is spoil_rows_unseen and cache == "none")
     )

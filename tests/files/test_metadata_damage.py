@@ -1,4 +1,6 @@
-"""A damaged metadata.json beside intact blocks: the blocks are read by their own fields, and the file is named."""
+"""A damaged metadata.json beside intact blocks: the blocks are read with their own fields, and the
+file is reported.
+"""
 
 from __future__ import annotations
 

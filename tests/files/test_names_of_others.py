@@ -1,4 +1,4 @@
-"""Records under the names of other libraries, and names that nearly are one."""
+"""Records with the names of other libraries, and misspelt names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUTS = np.array([False, True, False])
 DONES = ENDS | TIMEOUTS
 FINAL = np.full((N, 2), 9, np.float32)
 
-#: Library -> one step under its names; all say: env 0 terminated, env 1 timed out, reward 5.
+#: Library -> one step with its names: env 0 terminated, env 1 timed out, reward 5.
 STEPS = {
     "gymnasium": {
         "obs": 0,

@@ -1,4 +1,6 @@
-"""Notes of episodes and texts of frames: written with the frames, read back, kept by every tool, damage reported."""
+"""Notes of episodes and texts of frames are written with the frames, read back, and kept by every
+tool. Damage is reported.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def step(writer, t, num_envs=2, done=None, **more):
 
 
 def said_in(folder: Path) -> dict[tuple[str, int], dict]:
-    """Give what was said of each trajectory that a reader gets, by its env and number among those of the env."""
+    """Return the notes of each trajectory of a reader, by its env and its number within the env."""
     (notes, store), found = notes_of(folder), {}
     index = store.index
     for number in np.lexsort((index.number, index.env)).tolist():
@@ -61,7 +63,7 @@ def said_in(folder: Path) -> dict[tuple[str, int], dict]:
 
 
 def record(folder: Path, num_steps: int, lengths=(3, 5), block_bytes=1 << 20, **options) -> dict:
-    """Record two envs whose episodes have these lengths; a task when one begins, its success when it ends."""
+    """Record two envs with episodes of these lengths: a task at the start, a success at the end."""
     expected, numbers, ages = {}, [0, 0], [0, 0]
     with RolloutWriter(folder, 2, block_bytes=block_bytes, durable=False, **options) as writer:
         for t in range(num_steps):
@@ -171,7 +173,9 @@ def test_batches_have_the_number_of_the_task_on_demand(tmp_path):
 
 
 def task_of_frame(task_of, batch, t, n):
-    """Tell the task of a frame by its observation, which is its step, and by its instruction, which env 0 alone has."""
+    """Return the task of a frame, from its observation (its step) and its instruction, which only
+    env 0 has.
+    """
     step = int(batch.observation[t, n, 0])
     is_env_0 = int(batch.extras["instruction"][t, n]) != text_id("stay")
     return task_of[0 if is_env_0 else 1][step]
@@ -431,7 +435,7 @@ def test_every_flipped_bit_of_the_notes_is_reported_and_loses_only_that_note(blo
 
 
 def rewritten(block: Path, path: Path, **parts) -> Path:
-    """Copy a block with other notes of episodes, whatever they are, and right checksums of the tables."""
+    """Copy a block with other notes of episodes and right checksums of the tables."""
     shutil.copy(block, path)
     with h5py.File(path, "r+", alignment_threshold=1, alignment_interval=64) as file:
         for name, values in parts.items():

@@ -1,4 +1,6 @@
-"""One order for any number of ranks and workers: the stream of all envs is one, however it is read and resumed."""
+"""One order for any number of ranks and workers: the stream of all envs does not depend on how it
+is read and resumed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def opened(data_dir, shard=(0, 1), num_envs=NUM_ENVS, **options):
 
 
 def seen(batch):
-    """What a batch shows, env by env: lists of (trajectory, frame, valid, is_first, is_last)."""
+    """Return the content of a batch env by env: lists of (trajectory, frame, valid, is_first,
+    is_last).
+    """
     columns = [
         batch.observation[..., 0],
         batch.observation[..., 1],
@@ -47,7 +51,7 @@ def seen(batch):
 
 
 def next_of_all(ranks, num_steps):
-    """The next batch of every rank put side by side; None when all ranks end together."""
+    """Join the next batch of every rank; None when all ranks end together."""
     batches = []
     for rank in ranks:
         try:
@@ -55,7 +59,7 @@ def next_of_all(ranks, num_steps):
         except StopIteration:
             batches.append(None)
     if None in batches:
-        assert batches == [None] * len(ranks)  # all ranks give equally many batches
+        assert batches == [None] * len(ranks)  # all ranks have the same number of batches
         return None
     assert [batch.stream_id for batch in batches] == list(range(len(ranks)))
     return [env for batch in batches for env in seen(batch)]
@@ -96,14 +100,16 @@ def test_the_batches_of_all_ranks_are_one_stream(
 
 
 class LiveFolder:
-    """A folder to which trajectories are added, and from which those that were delivered are deleted."""
+    """A folder to which trajectories are added, and from which delivered trajectories are
+    deleted.
+    """
 
     def __init__(self, data_dir):
         self.data_dir, self.count, self.blocks = data_dir, 0, {}
         self.add([4] * NUM_ENVS)
 
     def add(self, new_lengths):
-        """Record trajectories, each in a block of its own, by a writer of their own."""
+        """Record trajectories, each in its own block, with a new writer."""
         before = set(self.data_dir.glob("*.h5"))
         for length in new_lengths:
             record(self.data_dir, [length], first_number=self.count)
@@ -140,7 +146,7 @@ def test_resuming_with_other_numbers_of_ranks_equals_the_uninterrupted_sequence_
         age += 1
         if number_of_pass != (number_of_pass := uninterrupted[0].state_dict()["pass"]):
             begun, delivered, age = set(), set(), 0
-        elif age > 1:  # what begins now was dealt in this pass
+        elif age > 1:  # trajectories that begin now were assigned in this pass
             begun |= {number for env in expected for number, _, _, is_first, _ in env if is_first}
             delivered |= begun & {
                 number for env in expected for number, _, _, _, is_last in env if is_last
@@ -216,7 +222,7 @@ def test_the_state_of_a_loader_counts_delivered_batches_and_resumes_with_any_num
         assert seen(batch) == seen(direct.get_batch(2))
         assert loader.state_dict() == direct.state_dict()
         if number == 2:
-            # Seen by both from the next pass on, however far workers have read ahead
+            # Both read it from the next pass on, however far workers have read ahead.
             folder.add([5, 5])
         if number == 9:
             break
@@ -251,7 +257,7 @@ def test_a_new_iteration_of_a_loader_ends_the_older_iteration(tmp_path):
     assert found + [batch.observation.tolist() for batch in newer] == expected
 
 
-# torch tells of a killed worker by a signal at any time, now and then in the midst of this
+# torch reports a killed worker by a signal at any time, sometimes within this call.
 @pytest.mark.soak
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_killed_worker_raises_one_error_and_the_next_batch_follows(tmp_path, context):

@@ -1,4 +1,4 @@
-"""Where data may lie: on this machine; and what is said where another package stands in our place."""
+"""Data must be local, and errors if another package replaces ours."""
 
 from __future__ import annotations
 

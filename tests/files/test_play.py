@@ -1,4 +1,4 @@
-"""`rollout-data play`: what is drawn and written."""
+"""Output and files of `rollout-data play`."""
 
 from __future__ import annotations
 

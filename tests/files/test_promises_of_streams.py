@@ -119,6 +119,6 @@ def test_workers_of_a_plain_data_loader_name_a_damaged_trajectory_in_a_warning_o
     path.write_bytes(data)
     dataset = opened(tmp_path, 1, on_error="skip")
     for _ in torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1):
-        pass  # pytest would collect the warning in the worker
+        pass  # pytest would raise the warning in the worker
     assert "chunk" in capfd.readouterr().err
     assert not dataset.problems and dataset.num_lost_trajectories == 0

@@ -1,4 +1,7 @@
-"""Damaged, foreign, vanished and growing files beside good ones; every store gives the same batches."""
+"""Damaged, foreign, deleted and growing files beside intact files.
+
+Every source returns the same batches.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def numbers_of(dataset, num_steps=4):
 
 
 def record_blocks(data_dir, num_blocks=3):
-    """One trajectory a block; gives the files in order."""
+    """Record one trajectory per block. Return the files in order."""
     record(data_dir, [4] * num_blocks, flush_every=4)
     return sorted(data_dir.glob("rollout_*.h5"))
 
@@ -117,7 +120,7 @@ def test_a_later_copy_of_a_cached_block_is_reported(tmp_path):
 
 
 def test_opening_many_blocks_compares_known_blocks_once(tmp_path):
-    """The work of opening grows with the number of blocks, not with its square."""
+    """The work of opening grows linearly with the number of blocks."""
     counts = []
 
     class Counted(dict):
@@ -164,7 +167,7 @@ def test_blocks_removed_while_they_are_played_are_played_to_their_end(tmp_path):
     assert frames_of(dataset.get_batch(1)) == [(0, 0, 0, 0)]
     paths[0].unlink()
     paths[1].unlink()
-    # This pass still knows them; the next one sees that they are gone.
+    # This pass still has them. The next pass finds that they are deleted.
     batch = dataset.get_batch(14)
     assert [(number, frame) for *_, number, frame in frames_of(batch)] == [
         (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (2, 0), (2, 1), (2, 2),

@@ -1,4 +1,4 @@
-"""What batches look like: components, dtypes, codecs, large fields, extras; and the older folders."""
+"""Fields of batches: components, dtypes, codecs, large fields, extras; and trajectory folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def opened(data_dir, num_envs=1, **options):
 
 
 def numbered(shape, dtype):
-    """Values that differ, as far as the dtype can tell them apart."""
+    """Return different values, as far as the dtype can represent them."""
     values = torch.arange(int(np.prod(shape))).reshape(shape)
     return (values % 2).bool() if dtype == torch.bool else (values % 100).to(dtype)
 
@@ -93,7 +93,7 @@ def test_named_actions_are_returned_as_a_dict(tmp_path):
 
 
 def contents_of(folder):
-    """What is recorded of each trajectory, in any order: its values, its end, its final observation."""
+    """Return values, end and final observation of each trajectory, in any order."""
     return sorted(
         (
             *(one.column(name).tobytes() for name in sorted(one.fields)),
@@ -149,7 +149,7 @@ def test_recording_a_batch_without_is_last_raises(tmp_path):
             match=r"flag 'is_last' has shape \(2,\), expected \(4, 2\), the shape of 'done'",
         ):
             writer.add_rollout(batch._replace(is_last=batch.done[0]))
-        writer.add_rollout(plain)  # no first frame is done but where a limit ended it
+        writer.add_rollout(plain)  # a first frame is done only at a limit
     assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a")
 
 
@@ -243,7 +243,7 @@ def test_extra_fields_are_returned_by_name(tmp_path):
 
 @pytest.fixture
 def folders(tmp_path):
-    """The sample folders with the modification times that tell their order."""
+    """The sample folders with modification times in the order of recording."""
     for name in ("ant", "components", "unpadded_names"):
         shutil.copytree(SAMPLES / name, tmp_path / name)
         for path in sorted((tmp_path / name).rglob("traj_*.pickle")):

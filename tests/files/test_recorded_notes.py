@@ -1,4 +1,4 @@
-"""What a recorded environment tells is noted of the episode that it belongs to, in every autoreset mode."""
+"""Notes of a recorded environment belong to the right episode, in every autoreset mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.files.test_recording import Counting, zeros
 
 
 class Telling(Counting):
-    """Tells its task when it is reset, and its success when an episode ends."""
+    """An environment that returns its task at a reset, and its success at an end."""
 
     def reset(self, *, seed=None, options=None):
         return super().reset()[0], {"task": f"{self.number} {self.episode}"}

@@ -1,4 +1,6 @@
-"""`RolloutWriter.add_rollout` takes rollout storages whole: nested observations, and what the policy gave."""
+"""`RolloutWriter.add_rollout` records whole rollout storages: nested observations and outputs of
+the policy.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ CRITIC = {"height": (), "terrain": {"map": (2, 3)}}
 
 
 def leaf(number, step, shape, dtype=torch.float32):
-    """Values of 60 * number + 10 * step + env, which every dtype here holds exactly."""
+    """Return values of 60 * number + 10 * step + env, which every dtype here represents exactly."""
     rows = 60 * number + 10 * step + torch.arange(N)
     return rows.reshape(-1, *[1] * len(shape)).expand(N, *shape).to(dtype)
 
@@ -78,7 +80,7 @@ def frames(first, last):
     return range(first, last + 1)
 
 
-#: Env, and the steps of each trajectory, in the order in which they are found.
+#: Env, and the steps of each trajectory, in the order of the files.
 CUTS = [
     (0, frames(0, 1)),
     (1, frames(0, 2)),
@@ -88,7 +90,7 @@ CUTS = [
 ]
 
 
-#: Field -> what `leaf` tells of it.
+#: Field -> arguments of `leaf`.
 NUMBERS = {
     "observation/state": 0,
     "observation/camera/rgb": 1,

@@ -1,4 +1,6 @@
-"""Recording a policy: every autoreset mode and the batched-tensor convention give the same true trajectories."""
+"""Recording a policy: every autoreset mode and batched tensors produce the same true
+trajectories.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noq
 
 
 class Counting(gymnasium.Env):
-    """Counts its steps; episode k of env n has n + k % 3 + 2 steps, every other one is truncated."""
+    """An environment that counts its steps.
+
+    Episode k of env n has n + k % 3 + 2 steps; every second one is truncated.
+    """
 
     def __init__(self, number=0, form="array", discrete=False):
         self.number, self.form, self.episode = number, form, -1
@@ -141,7 +146,7 @@ def test_reset_async_and_reset_wait_are_recorded(tmp_path, mode):
     with RecordingWrapper(envs, tmp_path) as wrapper:
         for number in range(12):
             over = np.array([True, number == 0, number == 0])
-            if number in (0, 4):  # at first all, then env 0 in the middle of an episode
+            if number in (0, 4):  # first all envs, then env 0 within an episode
                 wrapper.reset_async(options={"reset_mask": over})
                 wrapper.reset_wait()
             wrapper.step_async(np.zeros((3, 2), np.float32))
@@ -463,7 +468,10 @@ def test_a_recording_needs_a_goal(tmp_path):
 
 
 class Single(gymnasium.Env):
-    """Alone: episode k has k % 3 + 2 frames, every other one times out; observations are written in place."""
+    """A single environment.
+
+    Episode k has k % 3 + 2 frames; every second one times out. Observations are written in place.
+    """
 
     def __init__(self, form="array"):
         self.inner = Counting(form=form)

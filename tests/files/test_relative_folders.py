@@ -1,4 +1,4 @@
-"""A relative path means the folder that it named when it was given, wherever the process goes."""
+"""A relative path keeps its meaning if the process changes its working directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = Path(__file__).parents[1] / "data" / "trajectory_folders"
 
 @pytest.fixture(params=["blocks", "trajectory folders"])
 def elsewhere(request, tmp_path, monkeypatch):
-    """Go to a folder with `walk` in it; gives where to go then, which has another `walk`."""
+    """Change to a folder with `walk` in it. Return a second folder, which has another `walk`."""
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     if request.param == "blocks":
@@ -63,7 +63,7 @@ def test_relative_paths_of_windows_and_statistics_do_not_follow_the_working_dire
     there = sorted((elsewhere / "walk").rglob("*"))
     monkeypatch.chdir(elsewhere)
     assert dataset.metadata == metadata and dataset.data_dir == "walk"
-    # Keeps those of folders that are not ours
+    # Paths of folders of other formats stay.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     dataset.statistics(progress=False)
     assert sorted((elsewhere / "walk").rglob("*")) == there

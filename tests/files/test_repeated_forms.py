@@ -1,4 +1,7 @@
-"""A step of the form of the one before it is not checked again: the same file must come of it as with all checks."""
+"""A step with the form of the previous step is not checked again.
+
+The file must be the same as with all checks.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ N = 3
 
 
 def packed(array: np.ndarray) -> np.ndarray:
-    """Lay out an array so that its strides are no multiple of its item size."""
+    """Copy an array so that its strides are no multiple of its item size."""
     records = np.zeros(array.shape, [("before", "i1"), ("value", array.dtype)])
     records["value"] = array
     return records["value"]
 
 
-#: How a float array may be given.
+#: Memory layouts of a float array.
 DRESSES = {
     "array": lambda array: array,
     "tensor": lambda array: torch.from_numpy(array.copy()),
@@ -37,7 +40,7 @@ DRESSES = {
 
 @st.composite
 def records(draw):
-    """Steps that mostly repeat one form, with changes of form, of names and mistakes among them."""
+    """Draw steps that mostly repeat one form, with changes of form and names, and with errors."""
     flags = draw(st.sampled_from([("done",), ("done", "timeout"), ("terminated", "truncated"), ()]))
     nested, with_final = draw(st.booleans()), draw(st.booleans())
     found = []
@@ -82,7 +85,7 @@ def records(draw):
 
 
 def recorded(folder, steps, with_changing_forms):
-    """Record steps; a mask of all envs, of one dtype and then of another, gives each a form of its own."""
+    """Record steps. To vary the form, add a mask of all envs, of one dtype and then of another."""
     errors = []
     with RolloutWriter(folder, N, writer_name="w") as writer:
         for t, one in enumerate(steps):
@@ -111,7 +114,7 @@ def test_a_repeated_step_is_copied(tmp_path):
     observation, done = torch.zeros(N, 4), np.zeros(N, bool)
     with RolloutWriter(tmp_path, N, obs_segments={"a": (2,), "b": (1, 2)}) as writer:
         for t in range(5):
-            observation.fill_(t)  # the caller's memory is its own again after each call
+            observation.fill_(t)  # the caller may change its memory after each call
             done[:] = t == 2
             writer.add(observation=observation, action=torch.zeros(N), done=done)
     for one in trajectories_of(tmp_path):

@@ -1,4 +1,4 @@
-"""Resuming: state at any point equals never having stopped, also when files came meanwhile."""
+"""Resuming at any point equals an uninterrupted stream, also if files were added."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def same(first, second):
 
 
 def four_trajectories(data_dir):
-    """Record some; give what opens them, and the batches that there are."""
+    """Record four trajectories. Return a function that opens them, and the number of batches."""
     record(data_dir, [5, 9, 7, 3])
 
     def opened():
@@ -70,7 +70,7 @@ def test_resume_at_any_point_equals_never_having_stopped(
     state = json.loads(json.dumps(one.state_dict()))
     other = opened()
     if grows:
-        # What came after the state was taken must not change the pass that is going on.
+        # Data that were added after the state was saved must not change the current pass.
         others_first_pass = sum(lengths) if loops != 1 else 10**9
         record(data_dir, [3, 1], first_number=50)
     other.load_state_dict(state)
@@ -279,7 +279,7 @@ def test_prefetch_delivers_the_same_batches_and_its_state_counts_delivered_batch
     assert len(rest) == len(plain) - num_read
     assert all(same(a, b) for a, b in zip(rest, plain[num_read:], strict=True))
     if num_read:
-        assert same(dataset.get_batch(2), plain[num_read])  # leaving the loop puts the dataset back
+        assert same(dataset.get_batch(2), plain[num_read])  # leaving the loop resets the dataset
 
 
 @pytest.mark.parametrize("ending", ["close", "drop", "exhaust"])
@@ -306,7 +306,7 @@ def test_one_thread_at_a_time_reads_ahead_of_a_dataset(tmp_path, ending):
     rest = list(dataset.prefetch())
     assert num_read + len(rest) == len(plain)
     assert all(same(a, b) for a, b in zip(rest, plain[num_read:], strict=True))
-    if ending == "close":  # what was closed stays so, and leaves the dataset alone
+    if ending == "close":  # a closed iterator stays closed, and does not change the dataset
         second = dataset.prefetch()
         assert list(batches) == [] and len(list(second)) == len(plain)
 

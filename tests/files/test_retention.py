@@ -1,4 +1,7 @@
-"""Old data go, by the writer, the function and the command; the disk gets the room back while readers live."""
+"""Old data are deleted by the writer, the function and the command.
+
+Their disk space is freed while readers run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarni
 
 
 def record(writer: RolloutWriter, num_trajectories: int, start: int = 0) -> None:
-    """Record trajectories of 10 frames, one after the other in each of 2 envs; values are the step."""
+    """Record trajectories of 10 frames, one after another in each of 2 envs. Values are the
+    step.
+    """
     for step in range(start, start + num_trajectories // 2 * LENGTH):
         obs = np.full((2, 64), step, np.float32)
         writer.add(observation=obs, action=obs[:, :1], done=np.full(2, step % LENGTH == LENGTH - 1))
@@ -46,7 +51,7 @@ def num_bytes(folder: Path) -> int:
 
 
 def still_mapped(folder: Path) -> int:
-    """Bytes of removed files of a folder that this process keeps from the disk."""
+    """Return the bytes of deleted files of a folder that this process still maps."""
     if not (maps := Path("/proc/self/maps")).exists():
         pytest.skip("this system does not list what is mapped")
     lines = maps.read_text().splitlines()
@@ -143,7 +148,7 @@ def test_a_trajectory_in_progress_is_kept_whole(tmp_path):
 
 
 class RolloutDatasetOf:
-    """The whole trajectories of a folder, the newest first."""
+    """The whole trajectories of a folder, newest first."""
 
     def __init__(self, folder: Path) -> None:
         self.dataset = RolloutDataset(folder, 2, keep_latest_n_trajs=2, device="cpu")
@@ -228,7 +233,7 @@ def test_windows_of_deleted_files_are_readable_while_their_dataset_exists(
     prune(tmp_path, frames=2000)
     assert torch.equal(windows.__getitems__(range(len(windows)))["action"], before)
     assert still_mapped(tmp_path) > 100_000
-    del windows, idle  # no circle of references keeps them until garbage is collected
+    del windows, idle  # no reference cycle keeps them alive
     assert still_mapped(tmp_path) == 0
 
 
@@ -282,7 +287,7 @@ def test_a_dataset_read_by_a_thread_is_collected_and_its_files_unmapped(tmp_path
 
     dataset = read()
     stop_s = time.monotonic() + 60
-    # The thread may still end its last read
+    # The thread may still finish its last read.
     while dataset() is not None and time.monotonic() < stop_s:
         time.sleep(0.01)
         gc.collect()

@@ -1,4 +1,4 @@
-"""The promises of RolloutDataset, one by one, on recordings whose values tell where they come from."""
+"""The promises of RolloutDataset, one by one, on recordings whose values encode their origin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_cpu(data_dir, num_envs, **options):
 
 
 def check_transitions(batch, recorded, mark_first_frame=True):
-    """Every transition of a batch by arithmetic: fields, flags and the observation that follows."""
+    """Check every transition of a batch by arithmetic: fields, flags and next observation."""
     by_number = {item.number: item for item in recorded}
     for step, env, number, frame in frames_of(batch):
         item = by_number[number]
@@ -137,8 +137,8 @@ def test_starting_frames_are_uniform_in_the_range_clipped_to_the_trajectory(tmp_
     assert all(len(starts) == 400 for starts in seen.values())
     assert set(seen[0]) == {2, 3, 4, 5} and set(seen[1]) == {2, 3} and set(seen[2]) == {0}
     counts = np.bincount(seen[0], minlength=6)[2:]
-    # The random name of the writer changes the draws, hence a bound that chance exceeds once in
-    # 10^9: 3 degrees.
+    # The random name of the writer changes the draws. So the bound is exceeded once in 10^9 runs: 3
+    # degrees.
     assert ((counts - 100) ** 2 / 100).sum() < 45
 
 
@@ -351,7 +351,7 @@ def test_a_failed_read_moves_no_cursor(tmp_path):
         tmp_path, 2, obs_disassemble_mapping={"depth": "lz4"}, frames_per_chunk=2, durable=False
     ) as writer:
         for frame in range(12):
-            depth = np.random.default_rng(frame).random((2, 16, 16), np.float32)  # stored as it is
+            depth = np.random.default_rng(frame).random((2, 16, 16), np.float32)  # stored raw
             depth[:, 0, :2] = frame, 777
             writer.add(
                 observation={"depth": depth}, action=np.full((2, 1), frame), done=[frame == 11] * 2
@@ -420,4 +420,4 @@ def test_workers_deliver_disjoint_and_complete_shares(tmp_path, num_workers):
         for item in sorted(recorded, key=lambda r: r.number)
         for f in range(item.length)
     ]
-    assert streams == {0}  # one stream for each rank, which workers read in turns
+    assert streams == {0}  # one stream for each rank; the workers of a rank read it in turn

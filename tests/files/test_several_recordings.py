@@ -20,7 +20,9 @@ from tests.editing.folders import files, folder_of
 
 @pytest.fixture
 def walks(tmp_path: Path) -> Path:
-    """A folder of two recordings of ours and a robomimic file, beside what is no recording."""
+    """A folder of two recordings of ours and a robomimic file, and of files that are no
+    recording.
+    """
     folder_of(tmp_path / "all" / "walk_2", writers=("a",))
     folder_of(tmp_path / "all" / "walk_10", writers=("b",), num=3)
     convert(

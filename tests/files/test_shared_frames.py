@@ -1,4 +1,4 @@
-"""Frames in memory are there once for all workers of a machine, and nothing of them outlives the processes."""
+"""All workers of a machine share one copy of the frames, which ends with the last process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def batches_of(dataset, plain, **options):
 
 
 def shared_bytes(process_id):
-    """Bytes of large memory files that a process has mapped: all, and its share of what several have mapped."""
+    """Return the bytes of large memory files that a process has mapped: all, and its share of
+    shared ones.
+    """
     sizes, name = {"Size": 0, "Pss": 0}, ""
     for line in Path(f"/proc/{process_id}/smaps").read_text().splitlines():
         key, *rest = line.split()
@@ -100,7 +102,7 @@ def test_every_pass_has_the_frames_recorded_before_its_start(tmp_path, plain):
     found += list(read)
     numbers = torch.cat([batch.observation[0, :, 0] for batch in found]).tolist()
     known, new = list(range(8)), list(range(12))
-    if plain:  # workers have read ahead, but the last pass
+    if plain:  # workers have read ahead, except in the last pass
         assert numbers[:8] == known and numbers[-12:] == new
     else:
         assert numbers == known + 3 * new
@@ -159,7 +161,7 @@ def test_a_killed_process_leaves_no_shared_memory(tmp_path, short_folder, victim
         }[victim]:
             os.kill(process_id, signal.SIGKILL)
         assert read.wait(100) != 0
-        end_s = time.monotonic() + 60  # torch's workers look for their parent every five seconds
+        end_s = time.monotonic() + 60  # torch's workers check for their parent every five seconds
         while any(map(is_alive, workers)) and time.monotonic() < end_s:
             time.sleep(0.05)
         assert not any(map(is_alive, workers))
@@ -169,6 +171,6 @@ def test_a_killed_process_leaves_no_shared_memory(tmp_path, short_folder, victim
     }
     left = [*temporary.rglob("*"), *map(Path("/dev/shm").joinpath, found - others)]
     assert not [path for path in left if "rollout" in path.name]
-    # Python leaves sockets by which its processes send descriptors, and torch a folder with a
-    # template.
+    # Python leaves the sockets through which its processes send descriptors. torch leaves a folder
+    # with a template.
     assert sum(path.stat().st_size for path in left if path.is_file()) < BYTES / 100

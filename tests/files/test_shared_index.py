@@ -1,4 +1,7 @@
-"""The index is there once for all workers of a machine, however they are started, and outlives none of them."""
+"""All workers of a machine share one index, with every start method.
+
+It ends with the last process.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory files"
 )
 FEW, MANY, NUM_WORKERS = 1000, 300_000, 2
-#: Of the 170 bytes of a trajectory; what a stream or windows keep beside the index, and remains of
-#: making them.
+#: Bytes per trajectory, of 170, that a stream or windows need in addition to the index.
 MOST_BYTES = 80
 
 
@@ -46,7 +48,7 @@ def windows(data_dir, **options):
 
 
 def private_bytes(batches):
-    """Memory that the workers of a loader have each for itself, once all of them have read."""
+    """Return the private memory of the workers of a loader, after all of them have read."""
     read = iter(batches)
     for _ in range(2 * NUM_WORKERS):
         next(read)
@@ -63,7 +65,7 @@ def private_bytes(batches):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What a worker has whose index is small."""
+    """Return the private memory of a worker with a small index."""
     few = record_short(tmp_path_factory.mktemp("few"), FEW)
     return private_bytes(played(few, num_workers=1, multiprocessing_context="spawn"))[0]
 
@@ -101,7 +103,7 @@ def test_shared_memory_exists_until_its_last_process_ends(tmp_path):
         and not len(found["none"])
     )
     assert not found["frames"].flags.writeable
-    assert shared_at(spot) == (None, None)  # it is not opened anew, and nothing has its name
+    assert shared_at(spot) == (None, None)  # it is not opened again, and no file has its name
     assert set(os.listdir("/dev/shm")) <= before
 
 

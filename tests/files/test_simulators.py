@@ -1,4 +1,4 @@
-"""Recording from the interfaces of simulators: what is recorded is what each fake has played."""
+"""Recording from the interfaces of simulators: the recording equals what each fake has played."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def policy_of(env):
 
 
 def check(folder, name, has_all=True):
-    """Compare what was recorded with what the fake made: state by state, from the first episode on."""
+    """Compare the recording with the states of the fake, from the first episode on."""
     _, field, has_privileged, has_final, _ = FAKES[name]
     found = trajectories_of(folder)
     for one in found:
@@ -270,7 +270,7 @@ def test_only_ends_without_final_observation_have_no_final_row(tmp_path, form):
 
 
 def check_frames(folder):
-    """Give the episodes that ended; their frames are all there."""
+    """Return the episodes that ended, after a check that all their frames exist."""
     found = [one for one in trajectories_of(folder) if end_of(one) != "open"]
     for one in found:
         state = one.column("observation")
@@ -368,7 +368,7 @@ def test_a_wrapped_loop_continues_without_successful_episodes(tmp_path):
 
 
 class Failing150:
-    """150 environments, each of whose episodes fails in its first step."""
+    """150 environments. Each episode fails in its first step."""
 
     num_envs = 150
 
@@ -405,7 +405,7 @@ def test_a_wrapped_loop_stops_if_infos_never_have_the_success_key(tmp_path):
             wrapper.step(np.zeros((150, 1), np.float32))
 
 
-#: Fakes that give tensors and reset their environments themselves.
+#: Fakes that return tensors and reset their environments themselves.
 ON_A_GPU = [
     "isaac lab",
     "privileged",

@@ -1,4 +1,4 @@
-"""`on_error="skip"`: a damaged chunk costs its trajectory alone, which is counted and named."""
+"""`on_error="skip"`: a damaged chunk loses only its trajectory, which is counted and reported."""
 
 from __future__ import annotations
 
@@ -41,12 +41,10 @@ def damaged(tmp_path):
 
 
 def flip(data_dir, number=DAMAGED):
-    """Flip a bit of the chunk with frame 8 of a trajectory; again to heal it."""
+    """Flip a bit of the chunk with frame 8 of a trajectory. A second call restores it."""
     path = sorted(data_dir.glob("*.h5"))[number]
     data = bytearray(path.read_bytes())
-    data[data.index(np.array([8, 777], np.float32).tobytes()) + 100] ^= (
-        1  # noise is stored as it is
-    )
+    data[data.index(np.array([8, 777], np.float32).tobytes()) + 100] ^= 1  # noise is stored raw
     path.write_bytes(bytes(data))
 
 
@@ -80,7 +78,7 @@ def test_a_damaged_chunk_raises_with_its_name_by_default(damaged, cache, reading
     with pytest.raises(CorruptFileError, match=r"w_000002\.h5.*chunk \d+ of"):
         for batch in read_by(opened(damaged, cache=cache), reading):
             frames += played(batch)
-    # What comes before the damage is delivered, read ahead or not.
+    # Frames before the damage are delivered, with and without reading ahead.
     before = [(number, frame) for number in (0, 1) for frame in range(LENGTH)]
     assert set(frames) >= set(before) if cache == "none" else not frames
 
@@ -103,7 +101,7 @@ def test_on_error_skip_loses_only_the_damaged_trajectory(damaged, cache, reading
     assert all(frame < 8 for number, frame in frames if number == DAMAGED)
     for _ in range(2):
         assert dataset.num_lost_trajectories == 1 and len(dataset.problems) == 1
-        list(batches)  # the next epoch: what is known to be lost is not counted again
+        list(batches)  # the next epoch: known losses are not counted again
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")

@@ -1,4 +1,6 @@
-"""Vectorized environments of stable-baselines3 itself, recorded in each way: the same ends and final observations."""
+"""Vectorized environments of stable-baselines3, recorded in each way: the same ends and final
+observations.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ N, LIMIT = 2, 4
 
 
 class Counter(gymnasium.Env):
-    """Counts steps: env 0 terminates after three, env 1 goes on until its time limit of four."""
+    """Env 0 terminates after three steps; env 1 continues until its time limit of four."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)

@@ -1,4 +1,7 @@
-"""Values between `add` and the file: copied in runs, however they lie in the caller's memory; rewards summed."""
+"""Values between `add` and the file are copied in runs for any memory layout of the caller.
+
+Rewards are summed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.files.readback import blocks_of, trajectories_of
 
 N = 3
 SHAPES = {"observation": ((2, 2), "float32"), "action": ((), "bool"), "wide": ((1500,), "int16")}
-#: How a `[T, N, ...]` array may lie in memory.
+#: Memory layouts of a `[T, N, ...]` array.
 LYING = {
     "in order": np.ascontiguousarray,
     "envs first": lambda values: np.ascontiguousarray(values.swapaxes(0, 1)).swapaxes(0, 1),
@@ -61,7 +64,7 @@ def test_steps_of_any_memory_layout_are_copied(tmp_path_factory, parts, seed, bl
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int64"])
 def test_reward_sums_equal_a_naive_sum_for_every_dtype(tmp_path, dtype, shape):
-    """Trajectories of env e have e + 1 frames; NaN and Inf are data, which raise no warning."""
+    """Trajectories of env e have e + 1 frames. NaN and Inf are data, and cause no warning."""
     generator = torch.Generator().manual_seed(0)
     rewards = (torch.randn(12, N, *shape, generator=generator, dtype=torch.float64) * 50).to(
         getattr(torch, dtype)

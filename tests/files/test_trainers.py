@@ -1,4 +1,4 @@
-"""Ranks of real process groups, and the loaders of trainers: what works is shown, what cannot work is refused."""
+"""Ranks of real process groups, and the loaders of trainers. Unsupported ways raise an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def needs(name):
 
 
 def run_ranks(*readings):
-    """Let two ranks do readings one after the other, the arguments of `ranks.read`."""
+    """Let two ranks read in several ways, one after another: arguments of `ranks.read`."""
     for reading in readings:
         record(Path(reading["data_dir"]), LENGTHS, num_envs=3)
     command = [
@@ -43,7 +43,7 @@ def run_ranks(*readings):
 
 
 def found_by_ranks(folder, run):
-    """What each rank has got in a folder: batches and error."""
+    """Return what each rank has read from a folder: batches and error."""
     paths = [folder / f"rank{rank}.json" for rank in range(2)]
     assert all(path.exists() for path in paths), run.stderr[-3000:]
     return [json.loads(path.read_text()) for path in paths]
@@ -56,7 +56,7 @@ def read_by_ranks(folder, reading, **options):
 
 
 def delivered(ranks, stop=None):
-    """The valid (trajectory, frame) of all ranks."""
+    """Return the valid (trajectory, frame) of all ranks."""
     batches = [batch for rank in ranks for batch in rank["batches"][:stop]]
     return sorted((n, f) for batch in batches for step in batch for n, f, valid in step if valid)
 
@@ -69,7 +69,7 @@ REFRESHED = [("prefetch", 0, "fork", 0.0), ("loader", 2, "fork", 0.01)]
 
 @pytest.fixture(scope="module")
 def by_torch(tmp_path_factory):
-    """What ranks have got by the ways above, all of them in one start of torchrun."""
+    """Results of all ranks for the ways above, from one start of torchrun."""
     folders = {way: tmp_path_factory.mktemp("ranks") for way in PLAIN + LIVE + REFRESHED}
     names = ("reading", "num_workers", "start_method", "refresh_s")
     run = run_ranks(
@@ -100,11 +100,12 @@ def test_rank_0_decides_beside_live_writers(by_torch, way):
         counts[frame] = counts.get(frame, 0) + 1
     assert all(counts[frame] == 3 for frame in ALL)  # of the first pass on
     assert max(counts.values()) == 3
-    assert max(number for number, _ in counts) >= 20  # later passes saw what was written meanwhile
+    # later passes have data that were written during the first pass
+    assert max(number for number, _ in counts) >= 20
     whole = {
         number: {count for (n, _), count in counts.items() if n == number} for number, _ in counts
     }
-    # A pass has all of a trajectory or nothing
+    # A pass has all of a trajectory, or nothing of it.
     assert all(len(found) == 1 for found in whole.values())
 
 
@@ -142,7 +143,7 @@ def test_accelerate_dispatches_an_unsharded_dataset_and_leaves_the_loader_alone(
 ):
     ranks = read_by_ranks(tmp_path, reading, shard=shard, as_dict=as_dict)
     assert [rank["error"] for rank in ranks] == [None, None]
-    if reading == "accelerate-shard":  # accelerate fills its last batches up with the first ones
+    if reading == "accelerate-shard":  # accelerate fills its last batches with the first batches
         assert set(delivered(ranks)) == set(ALL) and len(delivered(ranks)) >= 3 * len(ALL)
     else:
         assert delivered(ranks) == sorted(3 * ALL)

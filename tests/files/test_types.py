@@ -1,4 +1,4 @@
-"""Types of batches in code of users: a misspelt field is found before anything runs."""
+"""Types of batches in code of users: mypy finds a misspelt field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RolloutWriter: what it takes and what it makes of it."""
+"""RolloutWriter: accepted steps and the files that it writes."""
 
 from __future__ import annotations
 

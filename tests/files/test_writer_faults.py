@@ -1,4 +1,4 @@
-"""Faults while recording: each gives one clear error and leaves all published data readable."""
+"""Faults while recording: each raises one clear error, and all published data stay readable."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_a_background_failure_is_raised_at_the_next_call_and_at_close(tmp_path, 
 
 
 def test_a_full_disk_ends_in_one_error(tmp_path):
-    """With a tmpfs of 1 MiB if we may mount one, otherwise with a limit on file sizes in another process."""
+    """With a tmpfs of 1 MiB if mounting is allowed, otherwise in another process with a limit of
+    file sizes.
+    """
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
@@ -349,7 +351,7 @@ def test_recording_into_a_folder_of_another_format_raises(tmp_path):
 
 @pytest.mark.parametrize("is_published", [False, True])
 def test_the_next_writer_warns_of_the_frames_that_a_dead_writer_lost(tmp_path, is_published):
-    """It dies just before or just after its second block gets its name."""
+    """The writer is killed just before or just after its second block is renamed."""
     code = (
         "import os, sys\nimport numpy as np\nfrom rollout_data import RolloutWriter\n"
         "writer, replace = RolloutWriter(sys.argv[1], 10, writer_name='dead'), os.replace\n"

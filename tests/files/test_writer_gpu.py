@@ -23,7 +23,9 @@ NUM_ENVS = 5
 
 
 def steps_of(num_steps, generator_seed=0):
-    """Steps whose values tell where they are from, as a simulator on a GPU gives them, with rsl_rl's infos."""
+    """Return steps with identifiable values, as returned by a simulator on a GPU, with the infos of
+    rsl_rl.
+    """
     generator = torch.Generator().manual_seed(generator_seed)
     steps = []
     for step in range(num_steps):
@@ -304,7 +306,10 @@ def test_an_error_of_an_earlier_step_names_the_call_of_the_wrapper_that_raises_i
 
 
 class CountedEnv:
-    """Rewards of step t are t; episodes of the first environment have two steps, those of the second three."""
+    """Rewards of step t are t.
+
+    Episodes of the first environment have two steps, of the second three.
+    """
 
     num_envs = 2
 
@@ -327,7 +332,10 @@ LATE_FUNCTIONS = ("_add_late", "_record_late_step", "release")
 
 
 def interrupted_at(place, call):
-    """Make a call, interrupted as it first reaches a line, of which None is none; list all lines that it reaches."""
+    """Make a call and interrupt it at the first execution of a line, or never for None.
+
+    Return all lines that it executes.
+    """
     files = [module.__file__ for module in (record_environments, rollout_writer, late_copies)]
     reached = {}
 

@@ -1,4 +1,5 @@
-"""Ctrl-C while a writer waits for the disk: finished steps are published by the next `close()`, and nothing hangs.
+"""Ctrl-C while a writer waits for the disk: the next `close()` publishes finished steps, and
+nothing hangs.
 
 Ctrl-C at random instants is in `test_crash.py`.
 """
@@ -25,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("ctrl_c")
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    """Python drops a KeyboardInterrupt that falls into a callback of the garbage collector; hypothesis has one."""
+    """Disable the garbage collector: Python drops a KeyboardInterrupt within its callbacks, and
+    hypothesis has one.
+    """
     gc.disable()
     yield
     gc.enable()

@@ -1,4 +1,6 @@
-"""What is recorded is what is read back, for any pattern of ends, masks, versions and block sizes."""
+"""Recorded steps are read back unchanged, for any pattern of ends, masks, versions and block
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SETTINGS = settings(max_examples=12, deadline=None)
 def make_steps(
     rng: np.random.Generator, num_steps: int, num_envs: int, has_mask: bool
 ) -> dict[str, np.ndarray]:
-    """Make `[T, N, ...]` values in which every number tells its step and env."""
+    """Create `[T, N, ...]` values that encode step and env."""
     t, n = np.meshgrid(np.arange(num_steps), np.arange(num_envs), indexing="ij")
     code = (t * 1000 + n).astype(np.float32)
     done = rng.random((num_steps, num_envs)) < 0.15
@@ -52,7 +54,10 @@ def at(value: Any, index: Any) -> Any:
 def naive_trajectories(
     values: dict[str, Any], success_only: bool, discards: dict[int, list[int]] | None = None
 ) -> list[dict[str, Any]]:
-    """Cut `[T, N]` steps into trajectories, one frame at a time; `discards` names envs after a step."""
+    """Split `[T, N]` steps into trajectories, one frame at a time.
+
+    `discards` contains the envs to discard after a step.
+    """
     done, timeout = values["done"], values["timeout"]
     mask = values.get("env_mask", np.ones_like(done))
     current: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""RolloutWriter: what it refuses, with which words, and that it goes on afterwards."""
+"""RolloutWriter: rejected steps, their errors, and recording after an error."""
 
 from __future__ import annotations
 

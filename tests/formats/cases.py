@@ -1,4 +1,5 @@
-"""Files of other systems with what they must give: `tests/data/formats/<folder>/<name>.case.json` and `.expected.npz`.
+"""Files of other systems with their expected content:
+`tests/data/formats/<folder>/<name>.case.json` and `.expected.npz`.
 
 A case names its file (`path`, below `tests/data/formats`), its `format`, the arguments of `open`,
 and of each episode T, kind of end and metadata; the arrays are `<episode>/obs/<field>`, `/action`,
@@ -35,7 +36,7 @@ ENDS = {"terminated": (True, False), "truncated": (False, True), "unknown": (Non
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a case; skips the test if its format is not read, or needs a package that is not here."""
+    """Read a case. Skip the test if its format or a needed package is missing."""
     case: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not set(case["format"]) & set(FORMATS):
         pytest.skip(f"{case['format'][0]} is not read")
@@ -50,7 +51,9 @@ def open_case(case: Mapping[str, Any]) -> rollout_data.Recording:
 
 
 def expected_arrays(case: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
-    """Give name in our words -> array, for each episode: "observation/<field>", "action", "reward", "final/<field>"."""
+    """Return our name -> array for each episode: "observation/<field>", "action", "reward",
+    "final/<field>".
+    """
     found: list[dict[str, np.ndarray]] = [{} for _ in case["episodes"]]
     with np.load(ROOT / case["expected"]) as arrays:
         for key in arrays.files:
@@ -63,7 +66,7 @@ def expected_arrays(case: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
 
 
 def named(group: str, value: Any, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Give an observation as flat names; a single array goes by the name of the only one expected."""
+    """Return an observation by flat names. A single array gets the only expected name."""
     if value is None:
         return {}
     if isinstance(value, Mapping):
@@ -91,7 +94,7 @@ def check_array(name: str, got: Any, expected: np.ndarray, tolerance: float | No
 
 
 def check_case(case: Mapping[str, Any], recording: rollout_data.Recording) -> None:
-    """Compare everything that a case tells with what was opened."""
+    """Compare everything in a case with the opened recording."""
     assert recording.format in case["format"]
     assert len(recording) == len(case["episodes"])
     tolerances = {name.removeprefix("observation."): value for name, value in case["tol"].items()}

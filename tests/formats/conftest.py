@@ -1,4 +1,4 @@
-"""The older layout for tests: the sample folders with their times, and an empty folder to write into."""
+"""Trajectory folders for tests: the sample folders with their times, and an empty folder."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def set_times(data_dir: Path) -> None:
-    """Give chunks rising modification times in natural order: a git checkout does not keep them."""
+    """Set rising modification times in natural order, because a git checkout does not keep them."""
     numbers = {
         path: [int(word) for word in path.stem.split("_")[1:]]
         for path in data_dir.rglob("traj_*_*.p*")

@@ -1,4 +1,4 @@
-"""The older layout for tests: a naive writer, and a reader that puts every trajectory together."""
+"""Trajectory folders for tests: a naive writer, and a reader that joins each trajectory."""
 
 import json
 import os
@@ -21,7 +21,7 @@ KINDS = TERMINATED | TRUNCATED | OPEN
 
 
 class NaiveFolder:
-    """Writes the older layout in the plainest way; each value says its field, trajectory and frame."""
+    """A naive writer of trajectory folders. Each value encodes its field, trajectory and frame."""
 
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
@@ -39,7 +39,7 @@ class NaiveFolder:
         protocol: int = 4,
         **overrides: Any,
     ) -> Path:
-        """Write frames `start:stop`; each call is a second later than the one before it."""
+        """Write frames `start:stop`. Each call is a second later than the previous one."""
         number = folder if isinstance(folder, int) else 0
         arrays: dict[str, Any] = {
             "observations": values(1, number, start, stop, 3),
@@ -62,7 +62,7 @@ class NaiveFolder:
 
 
 def values(field: int, trajectory: int, start: int, stop: int, width: int) -> np.ndarray:
-    """float32 `[stop - start, width]`; exact, since below 2**24."""
+    """Return float32 `[stop - start, width]`, exact because all values are below 2**24."""
     frames = np.arange(start, stop, dtype=np.float32)[:, None]
     return frames + 1000 * trajectory + 100_000 * field + 0.25 * np.arange(width, dtype=np.float32)
 
@@ -72,7 +72,9 @@ def write_metadata(folder: NaiveFolder, **content: Any) -> None:
 
 
 def read(scan: FolderScan) -> list[dict[str, np.ndarray]]:
-    """Every trajectory as field -> decoded frames, put together fragment by fragment; plus "flags"."""
+    """Read every trajectory as field -> decoded frames, joined fragment by fragment, and
+    "flags".
+    """
     layout = layouts_of(scan.schema)[DATA]
     rows = [read_chunk_rows(scan, chunk) for chunk in range(len(scan.chunk_paths))]
     trajectories: list[dict[str, Any]] = []
@@ -102,7 +104,7 @@ def read(scan: FolderScan) -> list[dict[str, np.ndarray]]:
 
 
 def check_valid(scan: FolderScan) -> None:
-    """What every scan promises, whatever it was made from."""
+    """Check the promises of every scan."""
     assert len(scan.fragments) == len(scan.chunk_of)
     assert (np.diff(scan.chunk_of) >= 0).all()
     assert set(scan.chunk_of.tolist()) == set(range(len(scan.chunk_paths)))
@@ -126,7 +128,9 @@ def scan_of(data_dir: Path) -> FolderScan:
 
 
 def frames_of(scan: FolderScan) -> list[tuple[int, int, int]]:
-    """Each trajectory as (first frame value, number of frames, flags), by the folder's own numbering."""
+    """Return each trajectory as (first frame value, number of frames, flags), by the numbers of the
+    folder.
+    """
     return [(int(t["action"][0, 0] - 300_000), len(t["action"]), t["flags"]) for t in read(scan)]
 
 

@@ -1,4 +1,7 @@
-"""Writes small HDF5 files in the layouts of other systems; every value tells its episode, frame and column."""
+"""Write small HDF5 files with the layouts of other systems.
+
+Every value encodes its episode, frame and column.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def robomimic(
     next_obs: bool = True,
     env_type: int = 1,
 ) -> Path:
-    """robomimic's layout; demo 9 has no rewards."""
+    """Write a file with robomimic's layout. Demo 9 has no rewards."""
     with h5py.File(path, "w") as file:
         data = file.create_group("data")
         data.attrs["total"] = sum(lengths.values())
@@ -86,14 +89,14 @@ def robomimic(
 
 
 def edited(path: Path, change: Callable[[h5py.File], Any]) -> Path:
-    """Change a file; gives it back."""
+    """Change a file, and return it."""
     with h5py.File(path, "r+") as file:
         change(file)
     return path
 
 
 def replace(file: h5py.File, name: str, array: Any, **storage: Any) -> None:
-    """Put another dataset in the place of one."""
+    """Replace a dataset."""
     del file[name]
     file.create_dataset(name, data=array, **storage)
 
@@ -108,7 +111,10 @@ def jpeg(array: np.ndarray) -> bytes:
 
 
 def halves(number: int, frame: int, shape: tuple[int, int] = (32, 48)) -> np.ndarray:
-    """`[H, W, 3]` uint8: the left half tells the episode, the right one the frame; red, green and blue differ."""
+    """Return `[H, W, 3]` uint8.
+
+    The left half encodes the episode, the right half the frame. Red, green and blue differ.
+    """
     found = np.zeros((*shape, 3), "u1")
     found[:, : shape[1] // 2] = (200, 20 * number % 200, 60)
     found[:, shape[1] // 2 :] = (60, 40 * frame % 200, 200)

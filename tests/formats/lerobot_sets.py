@@ -1,4 +1,7 @@
-"""LeRobot datasets for tests, written with pyarrow alone; values as in `values.py`, episodes from 50 on."""
+"""LeRobot datasets for tests, written with pyarrow alone.
+
+Values are those of `values.py`, with episodes from 50 on.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,14 @@ def feature(dtype: str, shape: Sequence[int], **more: Any) -> dict[str, Any]:
 
 
 def lists(rows: np.ndarray, is_fixed: bool = True) -> pa.Array:
-    """A column of vectors, as fixed-size or plain lists."""
+    """Return a column of vectors, as fixed-size or plain lists."""
     kind = pa.list_(pa.from_numpy_dtype(rows.dtype), rows.shape[1] if is_fixed else -1)
     return pa.array(list(rows), kind)
 
 
 @dataclass
 class LeRobotSet:
-    """A dataset to be written; change `info`, `entries` or `files` in between to make it wrong.
+    """A dataset before it is written. Tests change `info`, `entries` or `files` to make it wrong.
 
     Attributes:
         path: Its folder.
@@ -118,7 +121,7 @@ class LeRobotSet:
         )
 
     def write(self, row_group_rows: int | None = None) -> Path:
-        """Write it; row groups hold an episode each, or so many rows."""
+        """Write the set. Row groups have one episode each, or a number of rows."""
         meta = self.path / "meta"
         meta.mkdir(parents=True, exist_ok=True)
         (meta / "info.json").write_text(json.dumps(self.info, ensure_ascii=False), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every case of `tests/data/formats` gives what it must, opened by its path alone."""
+"""Every case of `tests/data/formats` is opened by its path alone, and has the expected content."""
 
 from pathlib import Path
 

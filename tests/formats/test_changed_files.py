@@ -1,4 +1,4 @@
-"""A file that changed after a recording was opened is never read as the old one, in any format."""
+"""A file that changed after a recording was opened is never read as the old file, in any format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rewrite(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """Put another file of the same size and the same time in the place of a file."""
+    """Replace a file by another one with the same size and time."""
     state = path.stat()
     other = path.with_name(f"{path.name}.other")
     other.write_bytes(path.read_bytes().translate(_BITS))
@@ -60,7 +60,9 @@ def arrays_of(recording: rollout_data.Recording) -> list[dict[str, Any]]:
 
 
 def check_as_opened(read: Callable[[], Any], expected: Any, path: Path) -> None:
-    """Check that a value is the one of the file that was opened, or that an error names the file and `refresh()`."""
+    """Check that a value is that of the opened file, or that an error names the file and
+    `refresh()`.
+    """
     try:
         value = read()
     except DataFileError as error:

@@ -1,4 +1,4 @@
-"""Texts of an observation are there after the last step too, and stay so in our format."""
+"""Texts of an observation also exist after the last step, and are kept in our format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The readers of D4RL, humenv and BFM-Zero: ends of episodes. No episode has rows of another."""
+"""The readers of D4RL, humenv and BFM-Zero: ends of episodes.
+
+No episode has rows of another episode.
+"""
 
 from __future__ import annotations
 

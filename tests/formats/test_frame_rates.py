@@ -1,4 +1,4 @@
-"""A LeRobot set has the frame rate of its recording, or the conversion is refused."""
+"""A LeRobot set has the frame rate of its recording, or the conversion raises an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks that an older-layout writer is writing while they are looked at."""
+"""Chunks of a trajectory folder that are read while they are being written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HDF5 files that declare or unpack to too much data are refused before memory is allocated."""
+"""HDF5 files that declare or unpack to too much data raise an error before memory is allocated."""
 
 from __future__ import annotations
 

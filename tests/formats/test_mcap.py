@@ -1,4 +1,7 @@
-"""MCAP recordings: steps of one clock, the last message of every other topic, and nothing lost without a word."""
+"""MCAP recordings: steps of one clock, and the last message of every other topic.
+
+Each loss is reported.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def write(
     schema: Mapping[str, Any] | None = None,
     per_chunk: int = 4,
 ) -> Path:
-    """Write a file of chunks with so many messages; None as compression for no chunks."""
+    """Write a file with this number of messages per chunk; None as compression for no chunks."""
     topics = list(dict.fromkeys(topic for topic, _, _ in messages))
     head, parts = channels(topics, encoding, schema or {}), []
     for topic, time_ms, value in messages:
@@ -112,7 +115,10 @@ def write(
 
 
 def session(number: int, length: int) -> list[Message]:
-    """Commands each 20 ms and states each 10 ms; a state that is written at the time of a command belongs to it."""
+    """Create commands each 20 ms and states each 10 ms.
+
+    A state with the time of a command belongs to it.
+    """
     found: list[Message] = [(NOTE, 0, {"text": "pick up the blüe cube"})]
     acts, states = (
         action(number, length).tolist(),

@@ -1,4 +1,4 @@
-"""What a copy in another format differs in from its source is named in the report of the conversion."""
+"""The report of a conversion lists each difference between the copy and its source."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_scalars_that_become_vectors_and_the_reverse_are_in_the_changes(
 
 
 def record_open_end(folder: Path) -> rollout_data.Recording:
-    """Record an episode that ends and one that was cut off."""
+    """Record an episode that ends, and a truncated recording of an episode."""
     with RolloutWriter(folder, 1, durable=False) as writer:
         for frame in range(7):
             row = np.full((1, 2), frame, np.float32)

@@ -1,4 +1,4 @@
-"""OGBench and motion files: every row in its place, every hint reported, no bomb unpacked, no pickle read."""
+"""OGBench and motion files: rows and hints are right. No bomb is unpacked and no pickle is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ CLIPS = Path(__file__).parents[2] / "examples" / "data" / "motions"
 
 
 def ogbench_arrays(lengths: list[int], first: int = 50) -> dict[str, np.ndarray]:
-    """Trajectories of so many steps, each with a dummy action of 777 in its last row."""
+    """Return trajectories of these numbers of steps.
+
+    The last row of each has a dummy action of 777.
+    """
     numbers = range(first, first + len(lengths))
     pairs = list(zip(numbers, lengths, strict=True))
     acts = [
@@ -44,7 +47,7 @@ def ogbench_arrays(lengths: list[int], first: int = 50) -> dict[str, np.ndarray]
 
 
 def clip_arrays(number: int = 50, length: int = 5, joints: int = 3) -> dict[str, np.ndarray]:
-    """A clip of the tracking layout with unit quaternions and bodies above the ground."""
+    """Return a clip of the tracking layout with unit quaternions and bodies above the ground."""
     shape = (length, joints + 1)
     quaternions = np.zeros((*shape, 4), "float32")
     quaternions[..., 0] = 1
@@ -475,7 +478,7 @@ class TestMotion:
 
 
 class Touch:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -560,7 +563,9 @@ class TestHostileFiles:
 
 
 def test_an_array_that_the_directory_of_an_npz_file_hides_is_damage(tmp_path):
-    """A comment that is said to be longer covers the entry of the next array, which `zipfile` then passes over."""
+    """If a comment declares a larger length, it covers the entry of the next array, which `zipfile`
+    then skips.
+    """
     path = tmp_path / "clip.npz"
     np.savez(path, **clip_arrays())
     assert len(rollout_data.open(path)) == 1

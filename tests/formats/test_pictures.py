@@ -1,4 +1,7 @@
-"""Pictures: what is encoded comes back; what is damaged, of another size or too large is refused by its header."""
+"""Pictures are decoded to the encoded values.
+
+Damaged, wrong-sized and too large pictures are rejected by their header.
+"""
 
 import io
 import zlib

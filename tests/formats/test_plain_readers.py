@@ -1,6 +1,7 @@
-"""Files that we write, read with h5py, torch and pickle alone, by what is known of each format.
+"""Files that we write, read with h5py, torch and pickle alone, according to the description of each
+format.
 
-No reader of ours takes part: the values encode episode, frame and column, and are compared with
+No reader of ours is used. The values encode episode, frame and column, and are compared with
 arithmetic.
 """
 
@@ -58,7 +59,7 @@ def convert(source: Any, path: Path, name: str, **options: Any) -> Path:
 
 
 def check(episode: int, rows: dict[str, Any]) -> None:
-    """Compare the arrays of an episode with what was recorded."""
+    """Compare the arrays of an episode with the recorded values."""
     frames = np.arange(LENGTHS[episode])
     if "state" in rows:
         assert np.array_equal(rows["state"], np.stack([100 * episode + frames, -frames], 1))

@@ -61,7 +61,7 @@ def walk(tmp_path: Path) -> Path:
 
 
 def chunks_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Entity path -> column -> one value for each row, and those of static columns."""
+    """Return entity path -> column -> one value per row, and the values of static columns."""
     reader = pytest.importorskip(
         "rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)"
     ).RrdReader

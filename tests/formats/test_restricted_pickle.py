@@ -1,4 +1,4 @@
-"""A pickle is data: what numpy writes comes back, and nothing else happens, whatever the file asks for."""
+"""A pickle is read as data: arrays of numpy are restored, and nothing else happens."""
 
 import builtins
 import collections
@@ -41,7 +41,7 @@ def short(text: str) -> bytes:
 
 
 def call(module: str, name: str, arguments: bytes = b")") -> bytes:
-    """A dict with one value, made by calling a global."""
+    """Return the pickle of a dict with one value, which is made by calling a global."""
     return b"\x80\x04}" + short("a") + short(module) + short(name) + b"\x93" + arguments + b"Rs."
 
 
@@ -60,7 +60,7 @@ NEW_ARRAY += b"\x93K\x00\x85C\x01b\x87R"
 def array(
     shape: bytes, data: bytes = b"C\x04\x00\x00\x80?", dtype: bytes = DTYPE + DTYPE_STATE
 ) -> bytes:
-    """A dict with one array, its state written by hand."""
+    """Return the pickle of a dict with one array, whose state is written by hand."""
     return (
         b"\x80\x04}" + short("a") + NEW_ARRAY + b"(K\x01" + shape + dtype + b"\x89" + data + b"tbs."
     )
@@ -120,7 +120,7 @@ def test_builtin_containers_may_be_called() -> None:
 
 
 class Gadget:
-    """Runs when it is unpickled by an unpickler that believes it."""
+    """Runs code when an unrestricted unpickler reads it."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.reduced = (function, arguments)

@@ -1,4 +1,4 @@
-"""RLDS sets: every step in its place, ends and texts as told, shards that disagree with their index refused."""
+"""RLDS sets: steps, ends and texts are right. Shards that contradict their index raise an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEMPLATES = [
 
 
 def slow_crc32c(data: bytes) -> int:
-    """The definition, bit by bit."""
+    """Compute the checksum bit by bit, from its definition."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -65,7 +65,9 @@ def part(number: int, content: bytes) -> bytes:
 
 
 def example(values: Mapping[str, Any]) -> bytes:
-    """A `tf.train.Example`: texts and bytes as they are, floats as float32, everything else as integers."""
+    """Return a `tf.train.Example`: texts and bytes unchanged, floats as float32, all other values
+    as integers.
+    """
     entries = []
     for name, value in values.items():
         if isinstance(value, list):
@@ -147,7 +149,7 @@ def write_set(
     features: Any = None,
     template: str = TEMPLATES[0],
 ) -> Path:
-    """Write a set: split -> shards -> episodes; gives the version folder."""
+    """Write a set: split -> shards -> episodes. Return the version folder."""
     folder = folder / "walk" / "1.0.0"
     folder.mkdir(parents=True)
     splits = []

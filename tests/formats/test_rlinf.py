@@ -1,4 +1,6 @@
-"""RLinf's checkpoints: episodes between dones, column by column; files and index as they really are."""
+"""RLinf's checkpoints: episodes between dones, column by column, with the real layout of files and
+index.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ DONES = {0: [2, 3], 1: [5]}
 def block(
     number: int, rows: int = 6, dones: Mapping[int, list[int]] = DONES, is_reset: bool = False
 ) -> dict[str, Any]:
-    """A block of two columns; the observation after a done is row + 1 of its own column, or 0 where reset."""
+    """Return a block of two columns.
+
+    The observation after a done is row + 1 of its own column, or 0 after a reset.
+    """
     observations = np.stack([state(10 * number + column, rows + 1) for column in dones], 1)
     done = np.zeros((rows, len(dones), 1), bool)
     for column, at in dones.items():
@@ -249,7 +254,7 @@ def test_one_bad_file_is_left_out_alone(tmp_path: Path, change: dict[str, Any]) 
 
 
 class Touch:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,6 @@
-"""The readers of robomimic, LIBERO and Isaac Lab files: they deliver the content and make nothing up."""
+"""The readers of robomimic, LIBERO and Isaac Lab files return the content of the file, and invent
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ours, written as X and read again, is ours: bit for bit in every field that X can hold; the rest is in the report."""
+"""A recording that is written in a format and read again is equal in every field of that format.
+
+The report lists the other fields.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ TASKS = ("", "pick up the cube", "поднять куб", "立方体を拾う")
 
 @st.composite
 def recordings(draw: Any) -> dict[str, Any]:
-    """Draw what to record: lengths, fields, ends and notes of episodes."""
+    """Draw recordings: lengths, fields, ends and notes of episodes."""
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     names = draw(
         st.lists(

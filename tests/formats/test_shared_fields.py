@@ -1,4 +1,7 @@
-"""Every episode of a target has the same fields, and what a conversion changes in values is counted in its report."""
+"""All episodes of a target have the same fields.
+
+The report of a conversion counts changed values.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +173,10 @@ ENDS = [(True, False), (None, None), (False, True), (None, None)]
 
 
 def record_ends(folder: Path) -> Any:
-    """Record four episodes with a final observation in RLinf's files, of which the second and fourth tell no end."""
+    """Record four episodes with a final observation in RLinf's files.
+
+    The second and fourth have no known end.
+    """
     convert(record(folder / "ours", [3, 4, 2, 5]), folder / "source", "rlinf")
     for number, (terminated, truncated) in enumerate(ENDS):
         path = folder / "source" / f"trajectory_{number}_recorded.pt"

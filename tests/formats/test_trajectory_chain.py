@@ -1,4 +1,4 @@
-"""Chunks of one folder: what hangs together from frame 0 on is read, the rest is named."""
+"""Chunks of one folder: a gapless chain from frame 0 is read, and the other chunks are reported."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One chunk and the metadata: every form that is in use is read, anything else is named."""
+"""One chunk and the metadata: every known form is read, and anything else is reported."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Folders of pickled trajectories: what was written comes back exactly, in a frozen order."""
+"""Folders of pickled trajectories are read back exactly, in a fixed order."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""What no file says and every importer gets wrong: actions that command nothing, dummy steps, mixed control modes."""
+"""Traps that no file states: actions that command nothing, dummy steps, mixed control modes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def test_copied_actions_of_a_group_are_reported(tmp_path: Path) -> None:
 
 
 def d4rl(path: Path, has_dummy_step: bool) -> Path:
-    """Two episodes of three steps; a dummy step between them begins with the observation after the first."""
+    """Return two episodes of three steps.
+
+    A dummy step between them begins with the observation after the first episode.
+    """
     parts = [state(50, 4), state(51, 4)]
     rows = np.concatenate([parts[0][: 3 + has_dummy_step], parts[1][:3]])
     with h5py.File(path, "w") as file:
@@ -107,7 +110,7 @@ def d4rl(path: Path, has_dummy_step: bool) -> Path:
 
 
 def with_finals(path: Path, has_dummy_step: bool) -> Path:
-    """The same two episodes, each with its final observation."""
+    """Return the same two episodes, each with its final observation."""
     with h5py.File(path, "w") as file:
         for number, first in ((0, 0), (1, 1 - has_dummy_step)):
             rows = np.concatenate([state(50, 4)[3:], state(51, 4)]) if number else state(50, 4)

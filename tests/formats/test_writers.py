@@ -1,4 +1,6 @@
-"""What is written in the formats of other systems comes back by their readers, in every field that they can hold."""
+"""Files in the formats of other systems are read back by our readers, in every field that they can
+store.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def record(
     dtype: torch.dtype = torch.float64,
     codecs: dict[str, str] | None = None,
 ) -> Any:
-    """Record episodes whose values tell episode, frame and column: 1000 * episode + 10 * frame + column."""
+    """Record episodes whose values encode episode, frame and column: 1000 * episode + 10 * frame +
+    column.
+    """
     with RolloutWriter(
         folder, 1, durable=False, metadata={"frame_rate_hz": 30}, obs_disassemble_mapping=codecs
     ) as writer:
@@ -297,7 +301,7 @@ def test_colliding_names_of_a_trajectory_folder_raise(tmp_path):
 
 
 def record_more(folder: Path, **fields: Any) -> Any:
-    """Record an episode of three steps with other fields beside the observation."""
+    """Record an episode of three steps with further fields."""
     with RolloutWriter(folder, 1, durable=False) as writer:
         for frame in range(3):
             state, is_last = torch.full((1, 2), float(frame)), torch.tensor([frame == 2])

@@ -1,4 +1,7 @@
-"""Replay buffers in zarr: every row in its place whatever the chunks and codecs; nothing is run or followed."""
+"""Replay buffers in zarr: rows are right for any chunks and codecs.
+
+No code runs, and no link is followed.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def encoded(data: bytes, codec: dict[str, Any] | None) -> bytes:
 
 
 def chunks_of(values: np.ndarray, shape: tuple[int, ...]) -> Any:
-    """Yield the place and values of each chunk; those at the edges are filled up."""
+    """Yield the position and the values of each chunk. Chunks at the edges are filled."""
     grid = [range(-(-size // chunk)) for size, chunk in zip(values.shape, shape, strict=True)]
     for place in product(*grid):
         part = values[
@@ -78,7 +81,7 @@ def write_2(
     rows: int = 4,
     skip: tuple[str, ...] = (),
 ) -> Path:
-    """Write a set in format 2, in chunks of so many rows, which halve the other axes."""
+    """Write a set in format 2, with chunks of this number of rows and half of the other axes."""
     for name, values in found.items():
         shape = (rows, *(-(-size // 2) for size in values.shape[1:]))
         (folder / name).mkdir(parents=True)
@@ -216,7 +219,7 @@ def test_a_zip_file_is_read_like_its_folder(tmp_path: Path, write: Any, compress
 def test_a_flipped_name_in_a_zip_directory_never_returns_other_values(
     tmp_path: Path, first: int
 ) -> None:
-    """Every third character is flipped in turn, from number `first` on."""
+    """Every third character is flipped in turn, starting with number `first`."""
     folder, path = write_2(tmp_path / "a.zarr", arrays()), tmp_path / "a.zarr.zip"
     with zipfile.ZipFile(path, "w") as archive:
         for member in sorted(folder.rglob("*")):
@@ -236,7 +239,7 @@ def test_a_flipped_name_in_a_zip_directory_never_returns_other_values(
 
 
 def packed(folder: Path, path: Path, changed: tuple[str, bytes] = ("", b"")) -> Path:
-    """Write the files of a folder to a zip file, the file of one name with other content."""
+    """Write the files of a folder to a zip file. One file gets other content."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for piece in sorted(folder.rglob("*")):
             name = piece.relative_to(folder).as_posix()

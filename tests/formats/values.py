@@ -1,4 +1,6 @@
-"""Values that name their source, as in the files of `tests/data/formats`: an index that is off shows by arithmetic."""
+"""Values that encode their source, as in the files of `tests/data/formats`, so that arithmetic
+shows a wrong index.
+"""
 
 from __future__ import annotations
 

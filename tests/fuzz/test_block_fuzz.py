@@ -1,4 +1,7 @@
-"""Every byte of a small block with a bit flipped, one at a time: minutes, so `make soak` runs it."""
+"""Flip a bit of every byte of a small block, one at a time.
+
+This takes minutes, so `make soak` runs it.
+"""
 
 from __future__ import annotations
 

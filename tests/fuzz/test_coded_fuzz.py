@@ -1,4 +1,7 @@
-"""Thousands of bytes of a block of coded components with a bit flipped, one at a time: `make soak` runs it."""
+"""Flip a bit of thousands of bytes of a block with coded components, one at a time.
+
+`make soak` runs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the buffers must do, in plain lists, item by item."""
+"""Naive models of the buffers: plain lists, item by item."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PriorityModel:
         ]
 
     def drawn(self, row_ids: list[int]) -> list[int]:
-        """Count uses; give those of each copy, and drop what is used up."""
+        """Count uses. Return the use count of each copy, and drop rows that are used up."""
         uses = []
         for row_id in row_ids:
             row = self.row(row_id)
@@ -79,7 +79,7 @@ class PriorityModel:
 
 
 def item(number: int, **more: Any) -> dict[str, Any]:
-    """Make an item all of whose leaves say its number."""
+    """Create an item whose leaves all encode its number."""
     import numpy as np
     import torch
 
@@ -97,7 +97,7 @@ def item(number: int, **more: Any) -> dict[str, Any]:
 
 
 def number_of(found: dict[str, Any]) -> int:
-    """Read the number of an item, after checking that all of its leaves agree."""
+    """Return the number of an item, after a check that all leaves agree."""
     number = int(found["reward"])
     assert (found["observation"]["joints"] == number).all() and found["observation"][
         "joints"

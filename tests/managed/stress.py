@@ -1,4 +1,7 @@
-"""Four threads on one manager: two push, two sample and update; everything is counted and every row checked."""
+"""Four threads on one manager: two push, two sample and update.
+
+Everything is counted, and every row is checked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ SIZE, WIDTH, BATCH = 2000, 64, 32
 
 
 def make() -> BufferManager:
-    """Make a manager of two prioritized buffers with every limit that there is."""
+    """Create a manager of two prioritized buffers with every limit."""
     options = {
         "replay_buffer_size": SIZE,
         "max_use": 20,
@@ -31,7 +34,9 @@ def make() -> BufferManager:
 
 
 def row(number: int) -> dict[str, Any]:
-    """Make an item whose leaves all follow from its number, with a checksum over the largest."""
+    """Create an item whose leaves are functions of its number, with a checksum of the largest
+    leaf.
+    """
     values = (torch.arange(WIDTH) * 31 + number) % 65521
     return {
         "x": {"values": values.float()},
@@ -61,7 +66,7 @@ class Stress:
         self.is_over = threading.Event()
 
     def run(self, duration_s: float) -> None:
-        """Run; raise what any thread raised."""
+        """Run the threads. Raise the error of any thread."""
         jobs = [
             lambda: self.push("agent_1"),
             lambda: self.push("demo"),
@@ -138,7 +143,7 @@ class Stress:
             self.num_given += num_given
 
     def check_counters(self) -> None:
-        """What the buffers counted is what the threads did."""
+        """Check that the counters of the buffers equal the calls of the threads."""
         for name in NAMES:
             buffer = self.manager[name]
             assert buffer.push_count == self.num_pushed[name]

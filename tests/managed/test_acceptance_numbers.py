@@ -1,4 +1,4 @@
-"""Numbers of numpy are numbers: sizes, iterations, ranges and ratios that were computed elsewhere."""
+"""Numbers of numpy are accepted as sizes, iterations, ranges and ratios."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ LIMIT = st.sampled_from([math.inf, math.inf, 1, 2, 5])
 
 
 def check(buffer: AdvancedReplayBuffer, model: PriorityModel) -> None:
-    """The count, the law of draws and the largest priority are the model's."""
+    """Check that count, law of draws and largest priority equal those of the model."""
     assert buffer.check_valid() == (True, "")
     assert buffer.count() == len(model.rows) and buffer.push_count == model.total
     assert buffer.max_priority == model.max_priority

@@ -1,4 +1,6 @@
-"""`BufferManager`: shares, routes, all or nothing, and what earlier systems did wrong with several buffers."""
+"""`BufferManager`: shares, routing, all-or-nothing calls, and errors of earlier systems with
+several buffers.
+"""
 
 from __future__ import annotations
 

@@ -191,9 +191,9 @@ def test_a_draw_without_any_weight_raises_at_a_later_call() -> None:
 
 
 def numbers_in_errors(calls: Iterable[Callable[[], object]], pattern: str) -> tuple[int, int]:
-    """Make calls; return how many returned, and the sum of the numbers in errors with a pattern.
+    """Make calls. Return how many returned, and the sum of the numbers in errors with a pattern.
 
-    "an earlier call" is the number 1.
+    "an earlier call" counts as 1.
     """
     num_returned = 0
     total = 0
@@ -243,7 +243,7 @@ def test_each_draw_without_any_weight_is_counted_in_an_error(has_updates: bool) 
 
 @pytest.mark.usefixtures("any_device")
 def test_each_invalid_priority_is_counted_in_an_error() -> None:
-    """Also those of removed rows, and of new rows."""
+    """This includes priorities of removed rows and of new rows."""
     buffer = filled(8, 12)
     wrong = torch.tensor([1.0, torch.nan, -1.0]).cuda()
     ids = torch.tensor([2, 3, 9]).cuda()  # 2 and 3 are removed

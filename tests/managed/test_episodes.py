@@ -1,4 +1,4 @@
-"""`EpisodeReplayBuffer` equals a list of episodes; its windows are uniform over all that there are."""
+"""`EpisodeReplayBuffer` equals a list of episodes. Its windows are uniform over all windows."""
 
 from __future__ import annotations
 

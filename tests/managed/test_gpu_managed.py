@@ -1,4 +1,4 @@
-"""On CUDA the buffers do what they do on the CPU, and the law of draws is the same."""
+"""On CUDA the buffers equal those on the CPU, with the same law of draws."""
 
 from __future__ import annotations
 

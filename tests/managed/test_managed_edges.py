@@ -1,4 +1,4 @@
-"""Used data, limiters and threads, the order of a manager's list, and weights at the ends of the numbers."""
+"""Used data, limiters and threads, the order of items of a manager, and extreme weights."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def limited(
 
 
 class Thread(threading.Thread):
-    """Keeps what its function gave or raised."""
+    """A thread that stores the result or the error of its function."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""States of item buffers are copies and checked; objects of items are saved as JSON."""
+"""States of item buffers are copies and are checked. Objects of items are saved as JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fill(buffer: Any, num_items: int = 40) -> None:
 
 
 def play(buffer: Any, num_samples: int) -> list[Any]:
-    """Sample and learn; everything that was drawn, in plain Python."""
+    """Sample and learn. Return all drawn items as plain Python values."""
     seen = []
     for iteration in range(num_samples):
         found = buffer.sample(5, 40 + iteration)
@@ -113,7 +113,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 class Thing:
-    """Something that JSON cannot hold."""
+    """An object that JSON cannot represent."""
 
 
 def test_json_values_are_saved_and_other_objects_raise_with_their_name(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Pushing, sampling and updating at once: no exception, no torn item, exact counts. The soak test takes longer."""
+"""Pushing, sampling and updating in threads: no exception, no torn item, exact counts.
+
+The soak test takes longer.
+"""
 
 from __future__ import annotations
 

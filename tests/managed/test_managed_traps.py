@@ -1,4 +1,4 @@
-"""What earlier systems did wrong, each as a named test, and what the contract states."""
+"""Errors of earlier systems, each as a named test, and the rules of the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The limiter keeps the balance in its bounds, blocks and refuses, and never lets both sides wait."""
+"""The limiter keeps the balance within its bounds, blocks or rejects calls, and never blocks both
+sides.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trees equal a plain list, and a draw has the law of its weights, whatever was written before."""
+"""The trees equal a plain list, and draws follow the law of the weights, after any writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLACK_ULPS = 256
 
 
 def sized(data: st.DataObject) -> int:
-    """Choose a capacity: of one block, of a full last block, and of a last block with gaps."""
+    """Draw a capacity: one block, a full last block, or a last block with gaps."""
     return data.draw(st.sampled_from([1, 2, 3, 31, 33, 100, 1025, 4096, 4097, 5000, 66_000]))
 
 
@@ -148,7 +148,9 @@ def test_blocks_of_any_width_have_the_same_law(capacity: int, num_draws: int) ->
 
 
 def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> None:
-    """Each place has a weight, and its stretch of the running sum meets its stratum, in exact numbers."""
+    """Check in exact numbers that each place has a weight, and that its interval of the running sum
+    overlaps its stratum.
+    """
     weights = [Fraction(x) for x in tree.leaves_view().tolist()]
     total = sum(weights)
     drawn = tree.draw_weights(num_draws, generator)

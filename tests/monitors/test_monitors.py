@@ -1,4 +1,4 @@
-"""Monitors say what happened in their window, from any thread, in memory that does not grow."""
+"""Monitors report the events in their window, from any thread, with constant memory."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_snapshots_are_plotted_into_a_file(tmp_path: Path) -> None:
 def test_a_monitor_without_snapshot_cannot_be_created() -> None:
     class Half(Monitor):
         def reset(self) -> None:
-            """Forget nothing."""
+            """Do nothing."""
 
     with pytest.raises(TypeError, match="snapshot"):
         Half()

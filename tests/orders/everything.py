@@ -1,7 +1,7 @@
-"""The order of every loader, stream, sampler and buffer that promises exact resume, as numbers.
+"""The order of every loader, stream, sampler and buffer with exact resume, as numbers.
 
-Each function below returns the order of one of them: what was delivered, in that order, as
-integers. Half of it comes from an object that goes on from the state of another one.
+Each function below returns the delivered order as integers. Half of it is from an object that
+resumes from the state of another object.
 
 `python -m tests.orders.everything` prints all orders; with `--write` it replaces the stored ones.
 Replace them only where a change of an order is intended, and name it in CHANGELOG.md: users' states
@@ -73,7 +73,7 @@ def order(function: Callable[[Path], Order]) -> Callable[[Path], Order]:
 
 
 def record_all(folder: Path) -> None:
-    """Record what the orders of files are of."""
+    """Record the data of the orders of files."""
     record(folder / "first", LENGTHS, 2, writer_name="first", flush_every=10)
     record(folder / "second", LENGTHS[::-1], 3, first_number=20, writer_name="second")
     record(folder / "large", [290] * 128, 128, first_number=100, writer_name="large")
@@ -96,7 +96,7 @@ def all_orders() -> dict[str, Any]:
 def resumed(
     make: Callable[[], Any], deliver: Callable[[Any], Iterator[Order]], num_before: int
 ) -> Order:
-    """Return what one object delivers, after checking that another one goes on from its state.
+    """Return the items of one object, after a check that another object resumes from its state.
 
     Args:
         make: Makes an object with `state_dict` and `load_state_dict`.
@@ -138,7 +138,7 @@ def column(values: Any) -> Order:
 
 
 def frames(dataset: Any, num_steps: int = 4) -> Order:
-    """Return trajectory and frame of everything that a stream delivers."""
+    """Return trajectory and frame of all transitions that a stream delivers."""
     batches = drain(dataset, num_steps)
     return [number for batch in batches for _, _, *place in frames_of(batch) for number in place]
 
@@ -353,7 +353,7 @@ def rows(first: int, num: int, every: int = 7) -> dict[str, torch.Tensor]:
 
 
 def draws(make: Callable[[], Any], draw: Callable[[Any], Any], num: int = 6) -> Order:
-    """Return what a buffer draws in some calls, across a saved state."""
+    """Return the draws of some calls of a buffer, with a saved state in between."""
 
     def deliver(buffer: Any) -> Iterator[Order]:
         return (column(draw(buffer)) for _ in range(num))

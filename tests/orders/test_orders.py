@@ -1,4 +1,4 @@
-"""Orders are the same on every processor and with any number of threads: they equal those that are stored.
+"""Orders equal the stored ones on every processor and with any number of threads.
 
 `tests/data/orders.json` is written by `python -m tests.orders.everything --write`.
 """

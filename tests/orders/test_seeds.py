@@ -1,4 +1,6 @@
-"""Objects without a generator: a program repeats, two objects differ, and no global generator is used."""
+"""Objects without a generator: a program repeats its draws, two objects differ, and no global
+generator is used.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def seed_of(made):
 
 
 def begin(seed):
-    """Seed torch as a program that starts does: no object was made since the value changed."""
+    """Seed torch as at the start of a program, before any object is created."""
     torch.manual_seed(seed + 1)
     generator_on(None)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What tests of remote buffers share: rows that tell where they come from, and faults of actors."""
+"""Helpers for tests of remote buffers: rows that encode their origin, and faults of actors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(first: int, count: int) -> dict[str, Any]:
 
 
 def check_rows(found: dict[str, Any]) -> list[int]:
-    """Check that each row is whole; give their numbers."""
+    """Check that each row is complete. Return the numbers of the rows."""
     number = found["number"]
     expected = {
         "number": number,
@@ -53,7 +53,7 @@ def held(buffer: RemoteBuffer) -> list[int]:
 
 
 def process_of(buffer: RemoteBuffer, shard: int = 0) -> int:
-    """Give the process of a shard's actor."""
+    """Return the process id of the actor of a shard."""
     process: int = ray.get(buffer.actors[shard].__ray_call__.remote(lambda _: os.getpid()))
     return process
 
@@ -64,7 +64,10 @@ def kill(buffer: RemoteBuffer, shard: int = 0) -> None:
 
 @ray.remote(num_cpus=0)
 def collect(buffer: RemoteBuffer, first: int, num_pushes: int, ends: bool = True) -> int:
-    """Push 50 rows at a time from another process; without `ends` die after the last answer."""
+    """Push 50 rows at a time from another process.
+
+    Without `ends`, kill the process after the last answer.
+    """
     for push in range(num_pushes):
         buffer.extend(rows(first + 50 * push, 50))
     buffer.flush()

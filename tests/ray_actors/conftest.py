@@ -1,4 +1,7 @@
-"""One small local cluster of Ray for all tests of this folder; they skip themselves where Ray is not installed."""
+"""One small local cluster of Ray for all tests of this folder.
+
+They skip if Ray is not installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each kind of buffer in actors, by its own methods; what cannot be shared out is refused when it is made."""
+"""Each kind of buffer in actors, with its own methods.
+
+Buffers that cannot be divided raise an error at construction.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def items(first: int, count: int) -> list[dict[str, Any]]:
 
 
 def numbers(found: list[dict[str, Any]]) -> list[int]:
-    """Check that each item is whole; give their numbers."""
+    """Check that each item is complete. Return the numbers of the items."""
     assert all(item["text"] == str(int(item["number"])) for item in found)
     return [int(item["number"]) for item in found]
 

@@ -1,4 +1,4 @@
-"""Trees of tensors become bytes and trees again: each memory once, and nothing else of it than is wanted."""
+"""Trees of tensors become bytes and trees again. Each used part of memory is copied once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from storage.ray_actors.packed_results import join, pack, unpack
 
 
 def sent(tree: Any) -> Any:
-    """What arrives at another process."""
+    """Return the tree that arrives at another process."""
     buffers: list[Any] = []
     data = pickle.dumps(pack(tree), protocol=5, buffer_callback=buffers.append)
     return unpack(pickle.loads(data, buffers=[memoryview(bytes(one)) for one in buffers]))

@@ -1,4 +1,6 @@
-"""Recorded trajectories through Ray Data: what is written again is what was recorded, in every field, once."""
+"""Recorded trajectories through Ray Data: the written recording equals the source, in every field,
+each frame once.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def record(folder: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, torch.Tensor]:
-    """All frames with their next ones, in the order of their numbers."""
+    """Return all frames with their next frames, in the order of their numbers."""
     windows = WindowDataset(folder, next_observations=True)
     flat = flatten(dict(windows.__getitems__(range(len(windows)))))
     order = flat["number"].flatten().argsort()

@@ -1,4 +1,4 @@
-"""The example of Ray Train runs, and each frame is read once by two workers that stop and go on."""
+"""The example of Ray Train runs. Two workers that stop and resume read each frame once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers in actors: samples are those of the buffer, and nothing that was answered is lost or doubled."""
+"""Buffers in actors: samples are those of the buffer. No answered call is lost or doubled."""
 
 from __future__ import annotations
 

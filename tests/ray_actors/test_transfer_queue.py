@@ -1,4 +1,6 @@
-"""Rows through TransferQueue: what one process adds another draws, whole and each as often as any other."""
+"""Rows through TransferQueue: one process adds rows, another draws them, whole and with equal
+probability.
+"""
 
 from __future__ import annotations
 

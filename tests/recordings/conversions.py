@@ -47,11 +47,11 @@ every_target = pytest.mark.parametrize(
 
 
 class Stop(BaseException):
-    """Stops a conversion as Ctrl-C does."""
+    """Raised to stop a conversion, like Ctrl-C."""
 
 
 def demos(path: Path, num_episodes: int = 6, **more: Any) -> Path:
-    """Write a source: the same values for the same arguments."""
+    """Write a source. Equal arguments produce equal values."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_demos(path, LENGTHS[:num_episodes], **more)
 
@@ -92,14 +92,15 @@ def stop_after_three(source: Path, target: Path, name: str, **options: Any) -> N
 
 
 def content(path: Path) -> dict[str, bytes]:
-    """Read all files of a target, and those beside it that belong to it."""
+    """Read all files of a target, and the files beside it that belong to it."""
     return {str(one): one.read_bytes() for one in sorted(path.parent.rglob("*")) if one.is_file()}
 
 
 def values(path: Path) -> list[str]:
-    """Read all that a target says of its episodes, but for names and times of the writer of our own format.
+    """Read everything about the episodes of a target, except names and times of the writer of our
+    own format.
 
-    Texts compare NaN with NaN.
+    Values are compared as texts, so that NaN equals NaN.
     """
     found = []
     for episode in rollout_data.open(path):
@@ -158,7 +159,7 @@ _CALLS = (
 
 
 class Kills:
-    """Count calls that change files, and be killed before or after one of them.
+    """Count calls that change files, and kill the process before or after one of them.
 
     Args:
         number: Kill at this call, counted from 0; -1 counts only.
@@ -170,7 +171,7 @@ class Kills:
         self.calls: list[str] = []
 
     def take_turn(self) -> None:
-        """Be killed."""
+        """Kill the process at its turn."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(

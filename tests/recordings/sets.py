@@ -1,4 +1,6 @@
-"""Robomimic files for tests: values tell episode, frame and column, as in the cases of `tests/data/formats`."""
+"""Robomimic files for tests: values encode episode, frame and column, as in
+`tests/data/formats`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def write_demos(
     masks: Mapping[str, Sequence[int]] | None = None,
     more: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write demos by their numbers, `more` of datasets of some of them; gives the path."""
+    """Write demos by their numbers, with further datasets `more` for some of them.
+
+    Return the path.
+    """
     listed = dict(lengths) if isinstance(lengths, Mapping) else dict(enumerate(lengths))
     with h5py.File(path, "w") as file:
         data = file.create_group("data")

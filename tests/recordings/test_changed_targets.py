@@ -1,4 +1,7 @@
-"""A target whose files were changed after they were written is refused by name, and removed episodes stay removed."""
+"""A target whose files were changed after writing raises an error with its name.
+
+Removed episodes stay removed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converting keeps every value of every episode, goes on where it was stopped, and says what it changed."""
+"""Converting keeps every value of every episode, resumes after a stop, and reports its changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def convert(source, target, **options):
 def assert_same(
     mine: rollout_data.Episode, theirs: rollout_data.Episode, left_out: Collection[str] = ()
 ) -> None:
-    """Compare an episode with what a conversion made of it, bit by bit; fields may have been renamed or reordered."""
+    """Compare an episode with its copy, bit by bit. Fields may be renamed or reordered."""
     about = [
         (one.length, one.terminated, one.truncated, one.success, one.task) for one in (mine, theirs)
     ]
@@ -155,7 +155,7 @@ def test_changes_are_in_the_report(tmp_path):
 
 
 def odd(folder: Path) -> rollout_data.Recording:
-    """Two episodes with what not every format can hold, and metadata of every kind."""
+    """Record two episodes with values that some formats cannot store, and all kinds of metadata."""
     about = {"robot": "arm", "control_mode": "joint delta", "notes": {"a": [1, 2]}}
     with RolloutWriter(folder, 2, durable=False, metadata=about) as writer:
         for step in range(3):

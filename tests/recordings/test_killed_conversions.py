@@ -1,4 +1,6 @@
-"""A conversion that was killed at a call that changes files is resumed as if it had never been killed."""
+"""A conversion that was killed at any change of files resumes to the result of an uninterrupted
+one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An open recording is a snapshot: edits, other writers and `prune` change nothing of it, but for what is gone."""
+"""An open recording is a snapshot: edits, writers and `prune` change nothing of it, except removed
+files.
+"""
 
 from __future__ import annotations
 
@@ -253,7 +255,9 @@ def test_reading_a_replaced_file_raises_with_the_name_of_its_episode(
 
 
 def rows_of(recording: rollout_data.Recording) -> list[tuple[int, str, bytes]]:
-    """Return length, task and actions of each episode, sorted: the same in every format and for any names."""
+    """Return length, task and actions of each episode, sorted, so that format and names do not
+    matter.
+    """
     return sorted(
         (len(one), one.task, np.asarray(one.action, np.float32).tobytes()) for one in recording
     )
@@ -269,7 +273,9 @@ def played(dataset: rollout_data.RolloutDataset) -> list[bytes]:
 def grown(
     walk: Path, tmp_path: Path, to: str, **options: int
 ) -> tuple[Path, rollout_data.Recording, rollout_data.Recording]:
-    """Return a folder of ten episodes, a recording of it from when it held six, and a recording of a copy of those."""
+    """Return a folder of ten episodes, a recording of it opened at six episodes, and a recording of
+    a copy of these six.
+    """
     source, path = rollout_data.open(walk), tmp_path / f"grown-{to}"
     part = source.select(source.ids[:6])
     convert(part, path, to=to, progress=False, **options)
@@ -291,7 +297,9 @@ def grown(
 def check_consumers(
     recording: rollout_data.Recording, before: rollout_data.Recording, tmp_path: Path
 ) -> None:
-    """Compare what each consumer makes of a recording with the rows, tasks and statistics of another one."""
+    """Compare the results of each consumer of a recording with the rows, tasks and statistics of
+    another recording.
+    """
     expected, lengths = rows_of(before), [len(one) for one in before]
     merge([recording], tmp_path / "merged")
     assert rows_of(rollout_data.open(tmp_path / "merged")) == expected
@@ -405,7 +413,7 @@ def test_replaced_or_removed_files_of_other_formats_raise(
         other.rename(path)
 
     def check(actions: Callable[[], Any]) -> None:
-        """Check that actions are those of the files that were opened, or that an error names them."""
+        """Check that actions are those of the opened files, or that an error names the files."""
         try:
             found = np.asarray(actions())
         except DataFileError as error:

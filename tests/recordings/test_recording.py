@@ -30,7 +30,7 @@ def demos(tmp_path: Path) -> rollout_data.Recording:
 
 
 def recorded(folder: Path) -> rollout_data.Recording:
-    """Record four trajectories of two envs: terminated, truncated, and two that are cut."""
+    """Record four trajectories of two envs: one terminated, one truncated, and two cut off."""
     with RolloutWriter(folder, 2, durable=False, writer_name="w") as writer:
         for step in range(6):
             values = np.full((2, 2), 10.0 * step) + np.arange(2)

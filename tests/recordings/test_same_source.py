@@ -1,4 +1,6 @@
-"""A conversion is resumed with its own source and options only, one at a time, and never mixes sources."""
+"""A conversion resumes only with its own source and options, one at a time, and never mixes
+sources.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ from tests.recordings.sets import state
 
 
 def other_rows(path: Path, episode: int = 1, num_episodes: int = 6) -> Path:
-    """Write a source of the same names and lengths; one value of one episode differs."""
+    """Write a source with the same names and lengths. One value of one episode differs."""
     rows = state(episode, LENGTHS[episode])
     rows[-1, 2] += 1
     return demos(path, num_episodes, more={episode: {"obs/low": rows}})

@@ -1,4 +1,4 @@
-"""Files of other systems stream as our own: the frames of the file, once each, for any number of envs and workers."""
+"""Files of other systems stream as our own: each frame once, for any number of envs and workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def stream(data: Any, num_envs: int = 1, **options: Any) -> RolloutDataset:
 
 
 def delivered(dataset: RolloutDataset, num_steps: int = 3) -> list[list[tuple[int, int]]]:
-    """Give the (episode, frame) of each trajectory that a stream delivers, checking all its fields."""
+    """Return the (episode, frame) of each trajectory that a stream delivers, after a check of all
+    its fields.
+    """
     played: list[list[tuple[int, int]]] = []
     running: dict[int, list[tuple[int, int]]] = {}
     for batch in iter(lambda: next_batch(dataset, num_steps), None):

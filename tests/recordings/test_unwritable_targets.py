@@ -1,4 +1,7 @@
-"""A target that cannot be written is one error that names it, and never a problem of the source."""
+"""A target that cannot be written raises one error that names it.
+
+It is never reported as a problem of the source.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings as they lie in a folder, copied to a file system of fsspec; and what is read of both."""
+"""Recordings in a folder and on a file system of fsspec, and the data that are read from both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = {"chunk_bytes": 4096, "num_chunks": 3}
 
 
 class Store(LaggingFileSystem):
-    """The same folder to upload to: an object appears whole or not at all, and none is replaced."""
+    """A folder for uploads. An object appears complete or not at all, and no object is replaced."""
 
     protocol = ("gs", "hf", "store")
 
@@ -44,7 +44,9 @@ class Store(LaggingFileSystem):
 
 
 class KilledAt:
-    """Kills its process by the n-th request whose path ends so, before that is answered; see `Store.fails`."""
+    """Kills its process at the n-th request of a path with an ending, before the answer; see
+    `Store.fails`.
+    """
 
     def __init__(self, number: int, ending: str = "") -> None:
         self.left, self.ending, self.lock = number, ending, threading.Lock()
@@ -57,7 +59,7 @@ class KilledAt:
 
 
 def pushed_until_killed(folder: Path, url: str, number: int, ending: str = "") -> None:
-    """Push a folder in a process of its own, which is killed by a request; see `KilledAt`."""
+    """Push a folder in another process, which is killed at a request; see `KilledAt`."""
 
     def work() -> None:
         Store.fails = staticmethod(KilledAt(number, ending))
@@ -96,7 +98,7 @@ def coded(folder: Path) -> Path:
 
 
 def in_memory(folder: Path, name: str) -> str:
-    """Copy a folder to fsspec's file system in memory; give its URL."""
+    """Copy a folder to fsspec's file system in memory. Return its URL."""
     system = fsspec.filesystem("memory")
     for path in folder.iterdir():
         if path.name[0] != ".":
@@ -105,13 +107,16 @@ def in_memory(folder: Path, name: str) -> str:
 
 
 def lagging(folder: Path, latency_s: float = 0.0) -> str:
-    """Serve a folder by the file system that counts and fails; give its URL."""
+    """Serve a folder by the file system that counts requests and fails on demand.
+
+    Return its URL.
+    """
     LaggingFileSystem.start(folder.parent, latency_s)
     return f"lagging://{folder.name}"
 
 
 def same(one, other) -> bool:
-    """Tell whether two batches are equal bit for bit."""
+    """Return whether two batches are equal bit for bit."""
     first, second = flatten(dict(one)), flatten(dict(other))
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
@@ -126,7 +131,9 @@ def far_windows(url: str, length: int = 4, **options) -> WindowDataset:
 def check_epoch(
     near: WindowDataset, far: WindowDataset, batch_size: int = 16, **options
 ) -> WindowLoader:
-    """Check that an epoch of the far one is all windows, each once, equal to those of the near one."""
+    """Check that an epoch of the remote dataset has all windows once, equal to those of the local
+    dataset.
+    """
     loader = WindowLoader(far, batch_size, **options)
     order = loader.order(loader.epoch)
     assert sorted(order.tolist()) == list(range(len(near)))

@@ -1,4 +1,6 @@
-"""Credentials that expire at any request of a call: one error that names them, or the whole result."""
+"""Credentials that expire at any request of a call: one error that names them, or the complete
+result.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ REMOTE = RemoteOptions(chunk_bytes=4096, num_chunks=1, num_requests=2, num_retri
 
 
 class Expiring:
-    """Answers the first requests and refuses all others, in any thread; see `LaggingFileSystem.fails`."""
+    """Answers the first requests and denies all others, in any thread; see
+    `LaggingFileSystem.fails`.
+    """
 
     def __init__(self, num_answered: int) -> None:
         self.left, self.lock = num_answered, threading.Lock()
@@ -50,7 +54,7 @@ class Expiring:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder with two blocks, a copy as `push` leaves it, and a folder for more copies."""
+    """A folder with two blocks, a copy as uploaded by `push`, and a folder for more copies."""
     root = tmp_path_factory.mktemp("expiring")
     with RolloutWriter(root / "walk", 2, durable=False, block_bytes=8_000) as writer:
         for step in range(48):
@@ -137,7 +141,7 @@ OF_ROWS = ("stream", "windows that skip", "recording")
 def test_credentials_that_expire_at_any_request_leave_a_complete_result_or_one_error(
     folders, monkeypatch, tmp_path, capsys, place, way, first
 ):
-    """Every third request is refused in turn, from number `first` on."""
+    """Every third request is denied in turn, starting with number `first`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     LaggingFileSystem.start(folders, 0.0)
     with warnings.catch_warnings():

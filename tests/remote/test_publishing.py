@@ -1,4 +1,6 @@
-"""Publishing: what arrives is what was recorded; nothing is replaced; a killed upload leaves whole blocks."""
+"""Publishing: uploads equal the recording, nothing is replaced, and a killed upload leaves complete
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_a_pushed_recording_has_its_tasks_and_texts(tmp_path):
 
 
 class Failing:
-    """Lets a file system's uploads fail from the n-th on."""
+    """Lets the uploads of a file system fail from the n-th on."""
 
     def __init__(self, monkeypatch, num_good, error):
         kind = type(fsspec.filesystem("memory"))

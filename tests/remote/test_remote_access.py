@@ -1,4 +1,4 @@
-"""A store that refuses access ends the iteration with one error; it never makes data that vanished."""
+"""A store that denies access ends the iteration with one error. It never counts data as deleted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = RemoteOptions(timeout_s=5, num_retries=3, chunk_bytes=4096, num_chunks
 
 
 class ClientError(Exception):
-    """As botocore raises it, which this test does not need."""
+    """The error of botocore, which this test does not need."""
 
     def __init__(self, code: str, status: int) -> None:
         super().__init__(f"An error occurred ({code}): {EXPIRED}")
@@ -33,7 +33,7 @@ class ClientError(Exception):
 
 
 class ClientResponseError(Exception):
-    """As aiohttp raises it."""
+    """The error of aiohttp."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"{status}, message={EXPIRED!r}")
@@ -41,7 +41,7 @@ class ClientResponseError(Exception):
 
 
 class NoCredentialsError(Exception):
-    """As botocore raises it."""
+    """The error of botocore."""
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 def refuse(
     error: Exception, is_refused=lambda path, start, stop: True, system=LaggingFileSystem
 ) -> list[tuple]:
-    """Refuse requests from now on; return the list of those that were refused, which grows."""
+    """Deny further requests. Return the growing list of denied requests."""
     refused: list[tuple] = []
 
     def act(path, start, stop):
@@ -278,7 +278,9 @@ def test_denied_requests_are_recognized_by_the_error_text(error):
 
 
 def after(num_requests: int):
-    """Return a condition of `refuse` that holds for all requests of bytes but the first few."""
+    """Return a condition of `refuse` that is true for all requests of bytes except the first
+    few.
+    """
     left = iter(range(num_requests))
     return lambda path, start, stop: stop is not None and next(left, None) is None
 

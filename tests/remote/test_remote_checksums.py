@@ -1,4 +1,6 @@
-"""Every piece of a pushed block that is fetched is compared with its checksum, at little more bytes."""
+"""Every fetched piece of a pushed block is compared with its checksum, with few additional
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ def folder(tmp_path_factory):
 
 
 def pushed(folder, tmp_path, **options) -> str:
-    """Push a folder, serve it by the file system that counts; give its URL."""
+    """Push a folder and serve it by the file system that counts. Return its URL."""
     store_at(tmp_path, "store")
     push(folder, "store://walk", remote=RemoteOptions(**options))
     return lagging(tmp_path / "walk")
 
 
 class Lying(LaggingFileSystem):
-    """Answers with other bytes than those that were asked for."""
+    """Answers with wrong bytes."""
 
     protocol = "lying"
     lie = staticmethod(lambda data, read, start, stop: data)
@@ -173,7 +175,7 @@ GROWTH = {
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory):
-    """Recordings in two folders: as `push` leaves them, and without the checksums."""
+    """Recordings in two folders: as uploaded by `push`, and without the checksums."""
     root = tmp_path_factory.mktemp("grown")
     generator = np.random.default_rng(0)
     for kind in GROWTH:
@@ -235,7 +237,9 @@ WHOLE_WAYS = {
 
 @pytest.fixture(scope="module")
 def short_episodes(tmp_path_factory):
-    """Episodes of 37 frames with rows of 8 bytes, in two folders: as `push` leaves them, and without the checksums."""
+    """Episodes of 37 frames with rows of 8 bytes, in two folders: as uploaded by `push`, and
+    without the checksums.
+    """
     root = tmp_path_factory.mktemp("short")
     with RolloutWriter(root / "source", 4, durable=False) as writer:
         for step in range(3000):
@@ -381,7 +385,7 @@ def test_checksums_of_an_earlier_layout_are_refused_until_the_next_push(folder, 
 
 @pytest.fixture(scope="module")
 def many_pieces(tmp_path_factory):
-    """A folder of blocks whose checksums are more than what is kept of them."""
+    """A folder of blocks with more checksums than the cache keeps."""
     folder = tmp_path_factory.mktemp("pieces") / "walk"
     with RolloutWriter(folder, 2, durable=False, block_bytes=500_000) as writer:
         for step in range(3000):

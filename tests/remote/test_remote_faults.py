@@ -1,4 +1,6 @@
-"""Requests that fail, hang or find less than was there, and files that contradict themselves: one clear error each."""
+"""Requests that fail, hang or return too few bytes, and files that contradict themselves: one clear
+error each.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def refuse():
 
 
 def hang():
-    """Never answer, as far as a test can tell."""
+    """Wait longer than the time-out."""
     is_over.wait()
 
 

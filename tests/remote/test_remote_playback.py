@@ -1,4 +1,4 @@
-"""Playback of files behind a network: the same batches as of local ones, read ahead of the cursors."""
+"""Playback of remote files: the batches of local files, prefetched for the cursors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows and playback of a bucket, from an S3 server of this machine in a process of its own."""
+"""Windows and playback of a bucket, from an S3 server in another process of this machine."""
 
 from __future__ import annotations
 

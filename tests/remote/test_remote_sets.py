@@ -1,4 +1,7 @@
-"""LeRobot sets and HDF5 files at a URL: the numbers of the local ones; every other format is refused by its name."""
+"""LeRobot sets and HDF5 files at a URL are read like local ones.
+
+Every other format raises an error with its name.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,7 @@ def test_a_set_is_copied_once_and_again_after_a_change_within_its_space_limit(ow
 
 
 class Recursive(LaggingFileSystem):
-    """Folders in folders, as `find` walks them."""
+    """Nested folders, in the order of `find`."""
 
     protocol = "recursive"
 
@@ -195,7 +198,7 @@ class Recursive(LaggingFileSystem):
 
 
 class Stamped(Recursive):
-    """Lists what shows a change under other names, and sizes only where it is asked for a file, as web servers do."""
+    """Lists stamps under other names, and sizes only for single files, as web servers do."""
 
     protocol = "stamped"
     stamps = staticmethod(lambda content: {})
@@ -218,7 +221,10 @@ class Stamped(Recursive):
 
 
 def replaced_in_place(own, tmp_path):
-    """Convert two recordings of equal form; return the first one, and the content of the other of the same size."""
+    """Convert two recordings of equal shape.
+
+    Return the first one, and the content of the other with the same size.
+    """
     other = tmp_path / "other_recording"
     with RolloutWriter(other, 1, writer_name="arm", durable=False) as writer:
         for episode in rollout_data.open(own):
@@ -386,7 +392,7 @@ def read(path):
 
 
 def commanded(name, path, *rest):
-    """Run a command; return the lines that it prints, or raise its error."""
+    """Run a command. Return its lines, or raise its error."""
     printed, told = io.StringIO(), io.StringIO()
     with redirect_stdout(printed), redirect_stderr(told):
         code = main([name, str(path), *rest])

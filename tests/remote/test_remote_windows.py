@@ -1,4 +1,4 @@
-"""Windows of files behind a network: the same as of local ones, in an order of chunks, by few requests."""
+"""Windows of remote files equal local ones. They come in an order of chunks, with few requests."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_statistics_and_metadata_equal_those_of_the_local_files(folder, tmp_path
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """A pushed recording, and copies of it with one changed row: as it was pushed, and without the checksums."""
+    """A pushed recording, and copies of it with one changed row: with and without the checksums."""
     root = tmp_path_factory.mktemp("damaged")
     with RolloutWriter(root / "walk", 1, writer_name="arm", durable=False) as writer:
         for number in range(1200):

@@ -18,7 +18,7 @@ HOW = "see the browser with: apt-get install --no-install-recommends chromium fo
 
 @contextmanager
 def started() -> Iterator[Any]:
-    """Start the browser, or skip the tests with how to install what is missing."""
+    """Start the browser, or skip the tests and name the missing packages."""
     sync_api = pytest.importorskip("playwright.sync_api", reason=f"playwright is missing; {HOW}")
     chromium = shutil.which("chromium")
     if chromium is None:
@@ -32,7 +32,7 @@ def started() -> Iterator[Any]:
 
 
 class Visit:
-    """A page of the browser, with what it asked for and what went wrong on it."""
+    """A page of the browser, with its requests and errors."""
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         viewport = {"width": 1280, "height": 900}
@@ -49,7 +49,7 @@ class Visit:
         self.page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
 
     def resize(self, width: int, height: int) -> None:
-        """Give the window another size, which charts follow a moment later."""
+        """Resize the window. Charts follow a moment later."""
         self.page.set_viewport_size({"width": width, "height": height})
         wait = (
             f"for (let k = 0; k < 300 && {SPARE} > 1; k++) await new Promise(requestAnimationFrame)"
@@ -57,7 +57,7 @@ class Visit:
         self.page.evaluate(f"async () => {{ {wait} }}")
 
     def rows(self) -> list[list[str]]:
-        """Texts of the rows of the table that are in the page."""
+        """Return the texts of the table rows in the page."""
         script = "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
         found: list[list[str]] = self.page.eval_on_selector_all(
             "#rows tbody tr[data-number]", script
@@ -65,16 +65,16 @@ class Visit:
         return found
 
     def numbers(self) -> list[int]:
-        """Numbers of the trajectories of these rows."""
+        """Return the numbers of the trajectories of these rows."""
         return [int(row[0].replace(",", "")) for row in self.rows()]
 
     def opened(self) -> str:
-        """Heading of the episode that is shown, once its curves are drawn."""
+        """Return the heading of the shown episode, after its curves are drawn."""
         self.page.wait_for_selector("#view .plot .main-svg, #view p:not(.hint)")
         return str(self.page.inner_text("#view h3"))
 
     def curves(self) -> list[dict[str, Any]]:
-        """The curves of the episode that is shown, as plotly has them."""
+        """Return the curves of the shown episode from plotly."""
         self.opened()
         script = (
             "plot => plot.data.map(({name, x, y, yaxis}) => ({name, x: [...x], y: [...y], yaxis}))"
@@ -83,7 +83,7 @@ class Visit:
         return found
 
     def colors(self, selector: str) -> int:
-        """Number of different colours of an element as it is drawn."""
+        """Return the number of different colours of a drawn element."""
         import io
 
         from PIL import Image

@@ -1,4 +1,4 @@
-"""What a page holds, read without a browser."""
+"""Content of a page, read without a browser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def embedded(page: Path, name: str) -> Any:
-    """Give one of the JSON texts of a page."""
+    """Return one of the JSON texts of a page."""
     found = re.search(
         rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.DOTALL
     )

@@ -373,5 +373,5 @@ def test_the_printed_page_has_findings_first_rows_and_charts_that_fill_their_box
 
 
 def test_the_page_becomes_a_pdf_of_moderate_size(visit: Visit) -> None:
-    """Patterns of bars would make it 17 MB, in four times the time."""
+    """Patterns of bars would make it 17 MB, and take four times as long."""
     assert 50_000 < len(visit.page.pdf()) < 2_000_000

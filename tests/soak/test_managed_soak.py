@@ -1,4 +1,7 @@
-"""For a minute: four threads push into and sample from one manager, and memory stays flat. `make soak` runs it."""
+"""For a minute, four threads push into and sample from one manager, and memory stays constant.
+
+`make soak` runs it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""For minutes: the order of all envs for every number of ranks and workers, each in processes of their own.
+"""For minutes: the order of all envs for every number of ranks and workers, each in other
+processes.
 
-A run is cut into legs of random sizes, beside a writer and deletions; rank 0 changes the folder
-between two batches.
+A run is divided into parts of random sizes, beside a writer and deletions. Rank 0 changes the
+folder between two batches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ SIZES = list(itertools.product((1, 2, 3, 4), repeat=2))
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], list[Any]]:
-    """One process that reads a folder while it changes: all its files, its batches, and the changes before each."""
+    """One process that reads a folder while it changes: all its files, its batches, and the changes
+    before each batch.
+    """
     folder, pool, chance = (
         tmp_path_factory.mktemp("folder"),
         tmp_path_factory.mktemp("pool"),
@@ -73,7 +76,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 
 
 def play(folder: Path, pool: Path, leg: dict[str, Any], rank: int, total: int) -> None:
-    """Be one rank: read a leg, and write what it got; rank 0 changes the folder before each batch."""
+    """Run one rank: read a part and write the batches.
+
+    Rank 0 changes the folder before each batch.
+    """
     store = dist.FileStore(str(folder / f".{leg['name']}"), total)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=total, timeout=timedelta(seconds=120)

@@ -1,4 +1,6 @@
-"""For minutes: two collectors record into one folder with retention, two learners play it, and nothing grows.
+"""For minutes, two collectors record into one folder with retention, and two learners play it.
+
+No use of resources grows.
 
 `make soak` runs it for SOAK_S seconds, the daily tests for 20. A learner stops reading for a while
 in between.
@@ -33,7 +35,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def usage() -> tuple[int, int, int]:
-    """Bytes of memory of this process, the mapped files among them; how many mappings; how many descriptors."""
+    """Return the bytes of memory of this process (mapped files included), its number of mappings,
+    and of descriptors.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     num_maps = Path("/proc/self/maps").read_text().count("\n")
     return pages * os.sysconf("SC_PAGE_SIZE"), num_maps, len(os.listdir("/proc/self/fd"))
@@ -51,7 +55,7 @@ class Watch:
         )
 
     def look(self) -> float:
-        """Take a sample if it is time; seconds since the start."""
+        """Take a sample if it is time. Return the seconds since the start."""
         elapsed_s = time.monotonic() - self.start_s
         if elapsed_s >= self.due_s:
             self.samples.append((elapsed_s, *usage()))
@@ -59,7 +63,7 @@ class Watch:
         return elapsed_s
 
     def report(self) -> dict[str, list[float]]:
-        """Medians after a sixth of the time, and at the end."""
+        """Return medians after a sixth of the time, and at the end."""
         early = [one[1:] for one in self.samples if 1 / 6 <= one[0] / self.duration_s < 1 / 3]
         late = [one[1:] for one in self.samples if one[0] / self.duration_s >= 5 / 6]
         names = ("bytes", "maps", "descriptors")
@@ -71,7 +75,7 @@ class Watch:
 
 
 def in_process(act: Any, name: str, reports: Any, *arguments: Any) -> None:
-    """Do it, and report what came of it or what was raised."""
+    """Run a function in a process. Report its result or its error."""
     torch.set_num_threads(1)
     try:
         reports.put((name, act(*arguments), None))
@@ -80,7 +84,7 @@ def in_process(act: Any, name: str, reports: Any, *arguments: Any) -> None:
 
 
 def collect(folder: Path, number: int, duration_s: float, is_over: Any) -> dict[str, Any]:
-    """Record trajectories whose frames say which they are: (collector, trajectory, frame, length)."""
+    """Record trajectories whose frames encode (collector, trajectory, frame, length)."""
     chance, watch = torch.Generator().manual_seed(number), Watch(duration_s)
     trajectory, frame = torch.arange(NUM_ENVS), torch.zeros(NUM_ENVS, dtype=torch.long)
     length = torch.randint(20, 60, (NUM_ENVS,), generator=chance)
@@ -114,7 +118,7 @@ def collect(folder: Path, number: int, duration_s: float, is_over: Any) -> dict[
 
 
 def learn(folder: Path, duration_s: float, stops: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Play what is there for a while; one of the learners `stops` in between for a sixth of the time."""
+    """Play the folder for a while. A learner that `stops` pauses for a sixth of the time."""
     while not list(folder.glob("rollout_*.h5")):
         time.sleep(0.05)
     watch, seen, num_batches, latest = Watch(duration_s), set(), 0, -1.0
@@ -146,7 +150,9 @@ def learn(folder: Path, duration_s: float, stops: bool, options: dict[str, Any])
 
 
 def check(batch: Any, seen: set[tuple[float, ...]], is_within_a_pass: bool) -> None:
-    """Frames follow each other, each field tells the same, and no trajectory begins twice in a pass."""
+    """Check that frames follow each other, fields agree, and no trajectory begins twice in a
+    pass.
+    """
     rows, following = batch.observation, batch.next_observation
     assert (
         batch.valid.all()
@@ -179,7 +185,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def held_bytes(process: Any, folder: Path) -> int:
-    """Bytes of removed files of a folder that a process keeps from the disk."""
+    """Return the bytes of deleted files of a folder that a process still uses."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     spans = [
         line.split()[0].split("-")
@@ -255,7 +261,7 @@ def test_collectors_and_learners_share_a_folder_with_bounded_memory_and_files(
 
 
 def judged(report: tuple[str, Any, str | None]) -> tuple[str, Any]:
-    """Give the name and the figures of a process; raise what went wrong there."""
+    """Return the name and the figures of a process. Raise its error."""
     name, figures, problem = report
     assert problem is None, f"{name}: {problem}"
     return name, figures

@@ -1,4 +1,6 @@
-"""The page about a million frames: its size, the memory that making it takes, and how soon a browser has drawn it."""
+"""The page about a million frames: its size, the memory for making it, and the time until a browser
+has drawn it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every store under kill -9, flipped bytes and full disks, many more times than in the tests of every day."""
+"""Every store with kill -9, flipped bytes and full disks, many more times than in `make test`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One torch thread: the tensors here are tiny, and two threads on a busy machine wait for each other."""
+"""One torch thread: the tensors are tiny, and two threads on a busy machine wait for each other."""
 
 import pytest
 import torch

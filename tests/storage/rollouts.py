@@ -1,4 +1,4 @@
-"""Identifiable rollouts for the tests: every value says which field, step and env it belongs to."""
+"""Identifiable rollouts for tests: every value encodes its field, step and env."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OBS, CRITIC, ACTIONS = 3, 5, 2
 
 
 def value_of(field: int, step: int, num_envs: int, *shape: int) -> torch.Tensor:
-    """Give `[num_envs, *shape]` of 1000 * field + step + env / 100, the same for all of one row."""
+    """Return `[num_envs, *shape]` of 1000 * field + step + env / 100, equal within a row."""
     rows = 1000.0 * field + step + torch.arange(num_envs) / 100
     return rows.reshape(-1, *([1] * len(shape))).expand(num_envs, *shape).clone()
 
@@ -24,7 +24,7 @@ def value_of(field: int, step: int, num_envs: int, *shape: int) -> torch.Tensor:
 def make_transition(
     step: int, num_envs: int, num_rewards: int = 1, done: Any = None, **more: Any
 ) -> Transition:
-    """Make the transition of one step; field numbers are the positions below."""
+    """Return the transition of one step. Numbers of fields are the positions below."""
     names = (
         "observations",
         "critic_observations",
@@ -47,7 +47,7 @@ def make_transition(
 def make_storage(
     num_envs: int = 4, num_steps: int = 6, cls: type = RolloutStorage, **more: Any
 ) -> Any:
-    """Make an empty storage of identifiable shapes."""
+    """Create an empty storage of identifiable shapes."""
     arguments = {"critic_obs_shape": (CRITIC,), "generator": 0, **more}
     return cls(num_envs, num_steps, (OBS,), actions_shape=(ACTIONS,), **arguments)
 
@@ -75,13 +75,13 @@ def columns_of(storage: Any) -> dict[str, torch.Tensor]:
 
 
 def everything(storage: Any) -> dict[str, Any]:
-    """Copy all that a storage holds, to compare before and after."""
+    """Copy the state of a storage, to compare before and after."""
     state = storage.state_dict()
     return {**state["tensors"], **state["numbers"], "size": storage.num_transitions_per_env}
 
 
 def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Fail unless both copies are identical, bit by bit."""
+    """Check that both copies are identical, bit by bit."""
     assert before.keys() == after.keys()
     for name, value in before.items():
         other = after[name]

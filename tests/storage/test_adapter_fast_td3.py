@@ -26,7 +26,7 @@ GAMMA = 0.5
 
 @contextmanager
 def no_waits(is_strict: bool) -> Iterator[None]:
-    """Raise within the block where the host waits for a device, if `is_strict`."""
+    """Raise within the block if the host waits for a device, if `is_strict`."""
     if is_strict:
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The calls of a training loop. Every observation is a number of its own."""
+    """The calls of a training loop. Every observation is a different number."""
 
     #: Whether tensors are overwritten after they were added.
     changes_tensors = False
@@ -143,7 +143,7 @@ class Loop:
         return found
 
     def drawn(self, batch: Any) -> list[tuple[float, tuple[float, ...]]]:
-        """Check the fields of a batch against each other; return its transitions."""
+        """Check that the fields of a batch agree. Return its transitions."""
         following = batch["next"]
         num_rows = len(batch["observations"])
         numbers = batch["observations"][:, 0].cpu()

@@ -1,4 +1,4 @@
-"""The adapter for rsl_rl: its own algorithms run on our storage and see the same numbers."""
+"""The adapter for rsl_rl: rsl_rl's algorithms run on our storage with the same numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def network(kind, which, out, noisy):
 
 
 def learn(storage, kind, build, num_updates=10):
-    """Run an algorithm of theirs on a storage; give the losses of every update."""
+    """Run an algorithm of rsl_rl on a storage. Return the losses of every update."""
     torch.manual_seed(3)
     algorithm = build(kind, storage)
     algorithm.train_mode()
@@ -135,7 +135,10 @@ class Walks:
 
 
 def learned_by_a_runner(is_ours):
-    """Run theirs for three iterations, on our storage or on its own; return all parameters."""
+    """Run rsl_rl's runner for three iterations, on our storage or on its own.
+
+    Return all parameters.
+    """
     model = {"class_name": "MLPModel", "hidden_dims": [16], "activation": "elu"}
     options = {
         "num_steps_per_env": STEPS,

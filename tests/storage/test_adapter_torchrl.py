@@ -1,4 +1,4 @@
-"""The adapters for torchrl: `TensorDict`s come in and go out of our buffers."""
+"""The adapters for torchrl: `TensorDict`s are added to our buffers and returned by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums are those of zlib, whichever implementation answers."""
+"""Checksums equal those of zlib, with each implementation."""
 
 from __future__ import annotations
 

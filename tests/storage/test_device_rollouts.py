@@ -1,7 +1,8 @@
-"""Rollout storages on a GPU: host tensors, returns and mini-batches are right although nothing waits.
+"""Rollout storages on a GPU: host tensors, returns and mini-batches are right although no call
+waits.
 
-On the pretended device events complete late, so that host memory that is read or written too early
-shows.
+On the pretended device events complete late, so that a test fails if host memory is read or written
+too early.
 """
 
 from __future__ import annotations

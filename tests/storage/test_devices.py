@@ -1,4 +1,4 @@
-"""Devices that are not there: each class and function that takes one refuses it at construction, with one error."""
+"""Devices that do not exist: each class and function raises one error at construction."""
 
 from __future__ import annotations
 

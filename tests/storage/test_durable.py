@@ -1,4 +1,7 @@
-"""Replacing files and folders: the old or the new at every instant, nothing foreign lost, nothing left behind."""
+"""Replacing files and folders: the old or the new version at every instant.
+
+No foreign file is lost, and no file is left.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,7 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [put, put_file])
 def test_a_pipe_is_not_replaced(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
-    """It stands for a device, which root could replace as well."""
+    """The pipe replaces a device in this test: root could replace a device."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     for name in ("pipe", "link"):
@@ -200,7 +203,10 @@ def test_a_new_temporary_folder_removed_by_another_saver_is_created_again(tmp_pa
 
 
 def test_two_savers_do_not_rename_at_the_same_time(tmp_path: Path) -> None:
-    """The second comes when the first has put the old folder aside, and waits until the new one is there."""
+    """The second saver starts after the first has moved the old folder.
+
+    It waits for the new folder.
+    """
     put(tmp_path / "kept", "old")
     others: list[Future[None]] = []
 

@@ -1,4 +1,4 @@
-"""Every call that fails leaves every storage bit-identical, whatever was wrong and whatever it held."""
+"""Every failed call leaves every storage bit-identical."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ CALLS = {
 
 
 def without(storage, name):
-    """The tensors of a state, all doubled, without one."""
+    """Return the tensors of a state, all doubled, without one of them."""
     doubled = {
         key: x * 2 if x.is_floating_point() else x
         for key, x in storage.state_dict()["tensors"].items()
@@ -97,7 +97,7 @@ def without(storage, name):
 
 
 def whole(step, **more):
-    """A transition with every field that any storage takes."""
+    """Return a transition with every field of all storages."""
     filled = {
         "time_outs": torch.zeros(3, 1),
         "bootstrap_values": torch.ones(3, 1),

@@ -1,4 +1,4 @@
-"""The same storages on a GPU, or delivering to one, give the same numbers as on the CPU."""
+"""The same storages on a GPU, or with a GPU as output device, return the numbers of the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`BufferPool`: memory is reused if and only if no tensor holds it."""
+"""`BufferPool`: memory is reused if and only if no tensor uses it."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ IMAGES = np.zeros((2, 4, 4, 3), np.uint8)
 
 
 def of(kind, method="", **arguments):
-    """Make a wrong call: a constructor, or a method of a small object; the last argument is the wrong one."""
+    """Make a wrong call of a constructor or of a method. The last argument is wrong."""
     makers = {
         DictBuffer: lambda: rows(DictBuffer(8, end_key="done")),
         TrajectoryDictBufferMultiDim: lambda: rows(TrajectoryDictBufferMultiDim(8, end_key="done")),
@@ -133,7 +133,7 @@ def of(kind, method="", **arguments):
 
 
 def by(function, **arguments):
-    """Make a wrong call of a function; the last argument is the wrong one."""
+    """Make a wrong call of a function. The last argument is wrong."""
     *_, wrong = arguments
     return pytest.param(function.__name__, wrong, lambda: function(**arguments))
 
@@ -285,7 +285,9 @@ def test_an_error_of_a_loaded_device_names_the_function_that_was_called(tmp_path
 
 @pytest.mark.parametrize("package", [storage, rollout_data])
 def test_every_public_call_has_a_function_of_its_own_name(package):
-    """Errors take the name of a call from its function, so that another name for it would be named wrongly."""
+    """Errors read the name of a call from its function, so a second name of a function would be
+    wrong in errors.
+    """
     for name in package.__all__:
         public = getattr(package, name)
         if inspect.isfunction(public):

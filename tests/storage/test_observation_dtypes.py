@@ -1,4 +1,7 @@
-"""Dtypes of observations: integers and bool are kept as the first step brings them, floating numbers as float32."""
+"""Dtypes of observations: integers and bool keep the dtype of the first step.
+
+Floating numbers become float32.
+"""
 
 from __future__ import annotations
 

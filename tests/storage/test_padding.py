@@ -14,7 +14,7 @@ from storage.core.fields import signed
 
 
 def naive_split(x, dones):
-    """Cut env by env with plain loops."""
+    """Split env by env with plain loops."""
     trajectories = []
     for env in range(x.shape[1]):
         start = 0

@@ -1,4 +1,6 @@
-"""What a policy that is not Gaussian gives is declared, kept, batched, saved and loaded in all four storages."""
+"""Outputs of a policy that is not Gaussian are declared, stored, batched, saved and loaded in all
+four storages.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def make(kind, outputs=OUTPUTS, num_steps=STEPS, **options):
 
 
 def outputs_of(step, envs=None):
-    """Tell step and env in every value, as far as its dtype goes."""
+    """Return values that encode step and env, as far as their dtype can."""
     envs = torch.arange(ENVS) if envs is None else envs
     number = 10 * step + envs
     return {
@@ -80,7 +82,7 @@ def fill(storage, first=0, count=None):
 
 
 def check(found, step, envs):
-    """Compare outputs with those of these steps and envs, dtypes too."""
+    """Compare outputs and their dtypes with those of these steps and envs."""
     expected = outputs_of(step, envs)
     assert found.keys() == expected.keys() and found["deep"].keys() == expected["deep"].keys()
     for mine, other in [(found[x], expected[x]) for x in ("logits", "choice")] + [
@@ -90,7 +92,7 @@ def check(found, step, envs):
 
 
 def place_of(obs):
-    """Step and env of rows, from their observations."""
+    """Return step and env of rows, read from their observations."""
     step = obs[..., 0].floor().long()
     return step, ((obs[..., 0] - step) * 100).round().long()
 
@@ -265,7 +267,7 @@ def test_actions_of_a_categorical_policy_may_be_integers(tmp_path):
 
 
 def test_a_gaussian_storage_is_saved_as_before(tmp_path):
-    """An earlier release reads it, and what that release wrote is read: nothing says that nothing was declared."""
+    """Earlier releases read it, and their saves are read. The save contains no declaration."""
     storage = make(RolloutStorage, None)
     storage.save(tmp_path / "kept")
     arguments = json.loads((tmp_path / "kept" / "config.json").read_text())["arguments"]

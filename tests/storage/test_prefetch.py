@@ -1,4 +1,7 @@
-"""Items come in order and ahead of time; whatever happens on one side reaches the other."""
+"""Items arrive in order and ahead of time.
+
+Each side notices the end and the errors of the other side.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Step:
 
 
 class Source:
-    """Counts what is taken from it, and can be taken from many times."""
+    """Counts the items taken from it. It can be iterated repeatedly."""
 
     def __init__(self, num_items: int = 1_000_000, fails_at: int | None = None) -> None:
         self.num_items, self.fails_at = num_items, fails_at
@@ -101,7 +104,7 @@ def test_a_source_that_references_its_iterator_leaves_no_thread(num_got: int) ->
 @settings(max_examples=30)
 @given(num_items=st.integers(0, 20), prefetch_count=st.integers(1, 5))
 def test_all_items_are_yielded_once_in_order(num_items: int, prefetch_count: int) -> None:
-    """Trap N6: the end is told."""
+    """Trap N6: the end is reported."""
     collector = PipelinedDataCollector(
         Source(num_items), "cpu", prefetch_count, transform=lambda item: item * 2
     )
@@ -115,7 +118,7 @@ def test_all_items_are_yielded_once_in_order(num_items: int, prefetch_count: int
 @settings(max_examples=20)
 @given(fails_at=st.integers(0, 6), prefetch_count=st.integers(1, 4))
 def test_a_failure_is_raised_at_its_position(fails_at: int, prefetch_count: int) -> None:
-    """Trap N6: it is not told as the end."""
+    """Trap N6: a failure is not reported as the end."""
     collector = PipelinedDataCollector(Source(10, fails_at), prefetch_count=prefetch_count)
     found = []
     with pytest.raises(KeyError, match="broken"):
@@ -186,7 +189,9 @@ def test_dropping_the_collector_stops_the_producer() -> None:
 
 
 def test_the_garbage_collector_does_not_wait_for_the_thread() -> None:
-    """It may run inside a call that holds a lock for which the thread waits, such as the start of another thread."""
+    """It may run within a call with a lock that the thread needs, such as the start of another
+    thread.
+    """
     gate = threading.Event()
     is_at_gate = threading.Event()
     has_passed_gate: list[bool] = []
@@ -259,7 +264,7 @@ def test_tensors_at_any_depth_are_moved() -> None:
 
 
 class Sized(Mapping):
-    """Has a batch size, and moves itself, as a `TensorDict` does."""
+    """A record with a batch size and a `to` method, like a `TensorDict`."""
 
     def __init__(self, values: dict[str, torch.Tensor], batch_size: list[int]) -> None:
         self.values_by_name, self.batch_size, self.calls = values, batch_size, []
@@ -286,7 +291,7 @@ def test_items_that_come_from_a_device_to_the_host_are_complete(any_device: None
 
 
 class Named(OrderedDict):
-    """A dict that cannot be made from one."""
+    """A dict class whose constructor accepts no dict."""
 
     def __init__(self, name: str, values: Any) -> None:
         super().__init__(values)
@@ -294,7 +299,7 @@ class Named(OrderedDict):
 
 
 class Prefixed(dict):
-    """A dict that makes others of what it is given."""
+    """A dict class that adds a prefix to its keys."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__({f"x_{key}": value for key, value in values.items()})

@@ -1,4 +1,6 @@
-"""`QueueRolloutStorage` and `ActionLabelRollout`: growth, order of time, and a plain list as the model."""
+"""`QueueRolloutStorage` and `ActionLabelRollout`: growth and time order, compared with a plain
+list.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def roll_out(storage, first, count=None):
 
 
 def steps_held(storage):
-    """Which steps are sampled, from the first env's observations in the order of time."""
+    """Return the sampled steps in time order, read from the first env's observations."""
     storage.compute_returns(torch.zeros(storage.num_envs, storage.num_rewards), 0.9, 0.9)
     (batch,) = storage.recurrent_mini_batch_generator(1, 1)
     return batch.obs[:, 0, 0].int().tolist()

@@ -1,4 +1,6 @@
-"""Recurrent mini-batches: segments, states of any structure, and a network that must agree with itself."""
+"""Recurrent mini-batches: segments, states of any structure, and a network with consistent
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ Pair = namedtuple("Pair", ["actor", "critic"])
 
 
 def state_of(step, num_envs, layers=2, size=3, offset=0.0):
-    """`[layers, B, size]` that says layer, step and env."""
+    """Return `[layers, B, size]` that encodes layer, step and env."""
     layer = 10000.0 * torch.arange(layers).reshape(-1, 1, 1)
     return (
         (offset + layer + step + torch.arange(num_envs).reshape(1, -1, 1) / 100)
@@ -144,7 +146,7 @@ def test_i13_without_states_the_batches_have_none():
 
 @pytest.mark.parametrize("structure", [None, "lstm"])
 def test_every_tensor_of_a_recurrent_batch_is_contiguous(structure):
-    """So that `flatten(0, 1)` is a view: the first layer of a network copies nothing."""
+    """Then `flatten(0, 1)` is a view, and the first layer of a network copies nothing."""
     for batch in filled(structure).recurrent_mini_batch_generator(2, 2):
         tensors = [x for x in batch if isinstance(x, torch.Tensor)] + leaves_of(batch.hidden_states)
         assert len(tensors) >= 10 and all(x.is_contiguous() for x in tensors)

@@ -1,4 +1,4 @@
-"""`ReplayBuffer`: equal to a list, uniform, and checked before anything is written."""
+"""`ReplayBuffer` equals a list, draws uniformly, and checks arguments before it writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from storage import BufferEmptyError, FieldTypeError, ReplayBuffer, SchemaError,
 
 
 def pairs(first, count, *shape):
-    """States first, first + 1, ...; the next state is a thousand more."""
+    """Return states first, first + 1, ...; next states are 1000 higher."""
     states = (
         torch.arange(first, first + count)
         .float()

@@ -1,4 +1,4 @@
-"""Returns: equal to a naive loop for every flag pattern, to the closed form in the limits."""
+"""Returns equal a naive loop for every pattern of flags, and the closed form in the limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.storage.rollouts import make_storage, make_transition
 
 
 def naive_advantage(rewards, values, next_values, dones, gamma, lam):
-    """Two loops over plain floats, in float64: the one oracle."""
+    """Compute advantages with two loops over plain floats in float64, as the reference."""
     num_steps, num_envs, num_rewards = rewards.shape
     gamma, lam = (
         torch.as_tensor(x, dtype=torch.float64).expand(num_rewards).tolist() for x in (gamma, lam)
@@ -48,7 +48,7 @@ def random_rollout(num_steps, num_envs, num_rewards=1, done_rate=0.2, seed=0):
 
 
 def stored(rewards, **more):
-    """Make a storage with these rewards, and with more fields `[T, N, ...]`."""
+    """Create a storage with these rewards, and with further fields `[T, N, ...]`."""
     num_steps, num_envs, num_rewards = rewards.shape
     storage = make_storage(num_envs, num_steps, num_rewards=num_rewards)
     for step in range(num_steps):

@@ -1,4 +1,4 @@
-"""Mini-batches need returns of the steps that are there: computed, or written by the trainer itself."""
+"""Mini-batches need returns of the stored steps, computed or written by the trainer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_refused(storage):
 
 
 def drawn(storage):
-    """Draw from both generators; give the first mini-batch."""
+    """Draw from both generators. Return the first mini-batch."""
     batches = [*storage.mini_batch_generator(1, 1), *storage.recurrent_mini_batch_generator(1, 1)]
     assert all(batch.returns is not None and batch.advantages is not None for batch in batches)
     return batches[0]

@@ -1,4 +1,6 @@
-"""Returns of NaN, infinity and arguments that are none: nothing crosses a done, and nothing is broadcast."""
+"""Returns of NaN, infinity and wrong arguments: no value crosses a done, and no argument is
+broadcast.
+"""
 
 from __future__ import annotations
 

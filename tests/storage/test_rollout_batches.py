@@ -25,7 +25,7 @@ from tests.storage.rollouts import (
 
 
 def rows_of(batch):
-    """Say which (step, env) each row is, and that all fields of a row belong together."""
+    """Return (step, env) of each row, after a check that all fields of a row belong together."""
     step_and_env = batch.obs[:, 0]
     for number, x in (
         (1, batch.critic_obs),
@@ -67,7 +67,7 @@ def test_each_epoch_visits_every_row_once(num_mini_batches, drop_last, reshuffle
 
 @pytest.mark.parametrize("num_epochs", [1, 2, 3])
 def test_fewer_epochs_equal_the_first_epochs_of_many(num_epochs):
-    """Wide and narrow rows, gathered side by side or apart: which way is taken must not show."""
+    """Wide and narrow rows are gathered together or separately. The result must be the same."""
     storages = [RolloutStorage(3, 4, (40,), (300,), (ACTIONS,), generator=7) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     for step in range(4):
@@ -265,7 +265,7 @@ WIDE, NARROW = 300, 3
 
 
 def one_more(storage, step, **more):
-    """Add a step of observations as wide as the storage keeps, with what any class wants beside them."""
+    """Add a step with observations of the storage's width and with the fields of any class."""
     x = torch.full((3, *storage.observations.shape[2:]), float(step))
     transition = make_transition(
         step, 3, critic_observations=None, observations=x, next_observations=x + 1
@@ -274,7 +274,7 @@ def one_more(storage, step, **more):
 
 
 def half_way(cls, width, num_steps, **options):
-    """Draw the first of four mini-batches; give the storage and what is to come."""
+    """Draw the first of four mini-batches. Return the storage and the remaining mini-batches."""
     storage = cls(3, 4, (width,), None, (ACTIONS,), generator=0, **options)
     for step in range(num_steps):
         one_more(storage, step)

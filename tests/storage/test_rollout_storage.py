@@ -1,4 +1,4 @@
-"""`RolloutStorage`, feed-forward: contract section 2, and the traps of earlier systems."""
+"""`RolloutStorage`, feed-forward: its contract, and errors of earlier systems."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_impossible_sizes_are_refused(arguments):
 
 
 class CostStorage(RolloutStorage):
-    """A subclass that adds one value, in one place; its shape is an argument."""
+    """A subclass that adds one field in one place. The shape of the field is an argument."""
 
     def __init__(self, *arguments, cost_shape=(2,), **options):
         self.cost_shape = cost_shape

@@ -1,4 +1,4 @@
-"""`SarsaRolloutStorage`: the next observation is right at every step, at dones too."""
+"""`SarsaRolloutStorage`: the next observation is right at every step, also at dones."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def filled(dones, critic=True, give_finals=True, always=False, **more):
 
 
 def check_rows(obs, next_obs, done):
-    """Every value of `next_obs` is that of `obs` one step later, plus `FINAL` where done."""
+    """Check that `next_obs` is `obs` one step later, plus `FINAL` at dones."""
     expected = obs + 1 + FINAL * done.reshape(-1, 1)
     torch.testing.assert_close(next_obs, expected, atol=1e-3, rtol=0)
 
 
 def dones_of(storage, obs):
-    """Look up the dones of rows by the step and env that their observations tell."""
+    """Return the dones of rows, by the step and env in their observations."""
     step = obs[:, 0].floor().long()
     env = ((obs[:, 0] - step) * 100).round().long()
     return storage.dones[step, env, 0].float()

@@ -1,4 +1,4 @@
-"""Saved rollout storages: their structure, one moment of a running collector, random states."""
+"""Saved rollout storages: their structure, saves while a collector runs, random states."""
 
 from __future__ import annotations
 

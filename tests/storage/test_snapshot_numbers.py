@@ -1,4 +1,4 @@
-"""States that no rollout storage could have given are refused, and nothing is changed."""
+"""States that no rollout storage can have raise an error, and change nothing."""
 
 from __future__ import annotations
 

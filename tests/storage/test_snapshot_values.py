@@ -1,4 +1,4 @@
-"""Saved item buffers: numbers that cannot be, and complex items."""
+"""Saved item buffers: impossible numbers, and complex items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads and writes of a storage from several CUDA streams, on streams that only note which events they wait for."""
+"""Reads and writes of a storage from several CUDA streams.
+
+The test streams record the events that they wait for.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ Call = Callable[[Any], Any]
 
 
 class Stream:
-    """A stream with a number of pieces of work, which knows how many of each stream it comes after."""
+    """A stream that counts its work, and knows how much work of each other stream is before it."""
 
     def __init__(self, name: str) -> None:
         self.cuda_stream = name
@@ -62,7 +65,7 @@ class Event:
 
 
 class Streams:
-    """Two streams; `on` makes calls from one of them."""
+    """Two streams. `on` makes calls on one of them."""
 
     def __init__(self) -> None:
         self.a, self.b = Stream("a"), Stream("b")
@@ -75,7 +78,9 @@ class Streams:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Let objects on the CPU order streams as those on a GPU do: without one nothing else can show it."""
+    """Let objects on the CPU order streams as on a GPU, because a machine without a GPU has no
+    other way to show it.
+    """
     found, make = Streams(), StreamOrder.__init__
 
     def made(order: StreamOrder, device: torch.device) -> None:

@@ -1,4 +1,6 @@
-"""A collector that saves trajectories and checkpoints until it is killed, and a look at what it left."""
+"""A collector that saves trajectories and checkpoints until it is killed, and checks of its
+folders.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,11 @@ def collect_until_killed(folder: Path, seed: int) -> None:
 
 
 def check_what_is_left(folder: Path) -> tuple[int, int]:
-    """Check that both folders load and are no older than what was waited for; give how many each holds.
+    """Check that both folders load, and are not older than the completed saves.
 
-    A folder holds the newest ones up to some trajectory: as many as are kept, or all if there are
-    no more.
+    Return their numbers of trajectories.
+
+    A folder has the newest trajectories up to some trajectory: the maximum number, or all.
     """
     begun, saved, kept, limit = (
         Counter.read(folder / f".{name}") for name in ("begun", "saved", "kept", "limit")

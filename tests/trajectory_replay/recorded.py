@@ -1,4 +1,4 @@
-"""Trajectories in which every value tells its trajectory, env and step."""
+"""Trajectories in which every value encodes its trajectory, env and step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def trajectory(
 
 
 def check_sample(sample: dict[str, Any], number: int) -> torch.Tensor:
-    """Check that every row is one step of one trajectory in all fields; give the codes of the steps."""
+    """Check that every row is one step of one trajectory in all fields.
+
+    Return the codes of the steps.
+    """
     value = sample["actions"][:, 0].long()
     assert value.shape == (number,)
     if "rewards" in sample:
@@ -58,7 +61,7 @@ def drawn(buffer: TrajectoryReplayBuffer, number: int) -> torch.Tensor:
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Compare nested trajectories; what is None counts as left out."""
+    """Return whether nested trajectories are equal. None equals a missing value."""
     a, b = ({key: value for key, value in one.items() if value is not None} for one in (a, b))
     if a.keys() != b.keys():
         return False

@@ -1,4 +1,6 @@
-"""Whatever is called in whatever order, exactly the steps of the window are drawn, wherever their rows are by then."""
+"""After any calls in any order, exactly the steps of the sample window are drawn, in memory and on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from tests.trajectory_replay.recorded import code, drawn, trajectory
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Do anything that moves rows; after each step compare with a list of the trajectories that are live."""
+    """Make any calls that move rows.
+
+    After each call, compare with a list of the stored trajectories.
+    """
 
     folders: Path
 

@@ -1,4 +1,4 @@
-"""What a sample may be asked for: leaves, by name or as tuples, and inner mappings."""
+"""Keys of a sample: leaves, by name or as tuples, and inner mappings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of the newest trajectories are drawn uniformly and whole, wherever they lie."""
+"""Steps of the newest trajectories are drawn uniformly and complete, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_two_buffers_with_one_seed_draw_the_same_and_nothing_global_changes() ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_added_trajectories_are_copied_at_once(tmp_path: Path, kind: str) -> None:
-    """Trap R10: no copy in the worker, while the caller goes on."""
+    """Trap R10: no copy in the worker while the caller continues."""
     with make(kind, tmp_path, sample_window_size=0) as buffer:
         given_ = trajectory(0)
         for leaf in (given_["rewards"], given_["actions"], given_["half"]):
@@ -411,7 +411,7 @@ def test_only_trajectories_of_a_recent_policy_are_drawn() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_closed_buffer_raises(tmp_path: Path, kind: str) -> None:
-    """Trap R14: closing early, twice and cleanly."""
+    """Trap R14: closing early and twice raises no error."""
     make(kind, tmp_path / "unused").close()
     buffer = make(kind, tmp_path / "used")
     buffer.add(trajectory(0))

@@ -1,4 +1,4 @@
-"""The cache holds what was put in last, exactly, in memory that follows the rows."""
+"""The cache has the newest trajectories, exactly. Its memory follows the number of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from storage.errors import MissingFieldError, UsageError
 
 
 def flat(number: int, lengths: dict[str, int]) -> dict[str, Any]:
-    """Make a trajectory whose keys have lengths of their own."""
+    """Create a trajectory whose keys have different lengths."""
     made: dict[str, Any] = {"obs": {}}
     for place, (name, length) in enumerate(lengths.items()):
         leaf = torch.arange(length * 2).view(length, 2).float() + 1000 * number + 100_000 * place

@@ -1,4 +1,7 @@
-"""A checkpoint holds every live trajectory and what it takes to go on, and is replaced as a whole."""
+"""A checkpoint has every stored trajectory and the state for resuming.
+
+It is replaced as a whole.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ def names_in(folder: Path) -> list[str]:
 def test_a_resumed_buffer_draws_the_same_samples_as_the_original(
     tmp_path: Path, file_format: str, auto_save: bool
 ) -> None:
-    """Traps R4 and R6: complete before any sample; the random state goes on."""
+    """Traps R4 and R6: the checkpoint is complete before any sample, and the random state
+    continues.
+    """
     options = {"trajectory_format": file_format, "trusted": True}
     saving = {"auto_save": True, "auto_save_path": tmp_path / "auto"} if auto_save else {}
     with filled(**options, **saving) as buffer:
@@ -343,7 +348,9 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 
 
 class SlowDisk(PerformanceMonitor):
-    """Every file waits until the gate is open: writing one is among what a monitor measures."""
+    """Every file waits until the gate is open, because a monitor also measures the writing of a
+    file.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +365,7 @@ class SlowDisk(PerformanceMonitor):
 
 
 def test_save_checkpoint_waits_for_pending_saves(tmp_path: Path) -> None:
-    """Trap R4; reads of what is being saved are served from memory."""
+    """Trap R4. Trajectories that are being saved are read from memory."""
     disk, options = (
         SlowDisk(),
         {"auto_save": True, "auto_save_path": tmp_path / "auto", "enable_cache": False},

@@ -26,7 +26,7 @@ def test_killed_collectors_leave_folders_that_load(tmp_path: Path) -> None:
 
 
 def test_the_folder_loads_the_kept_trajectories_after_every_file_operation(tmp_path: Path) -> None:
-    """Also where memory has given up all that is on the disk."""
+    """Also if memory has dropped all trajectories that are on disk."""
     seen: list[list[int]] = []
 
     def look() -> None:

@@ -1,4 +1,7 @@
-"""A damaged index and vanished files: noticed by name, or without effect; never believed."""
+"""A damaged index and deleted files are reported by name, or have no effect.
+
+Wrong entries are never used.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def saved(folder: Path, number: int = 2) -> Path:
 
 
 def known_of(folder: Path) -> tuple[Any, ...]:
-    """Everything that an index tells."""
+    """Return everything that an index stores."""
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(folder, verify=False)
     told = [buffer.about(one) for one in buffer.trajectory_ids]
@@ -43,7 +46,7 @@ def known_of(folder: Path) -> tuple[Any, ...]:
 def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(
     tmp_path: Path, first: int
 ) -> None:
-    """Every third place is flipped in turn, from number `first` on."""
+    """Every third byte is flipped in turn, starting with number `first`."""
     folder = saved(tmp_path / "a")
     path, expected = folder / INDEX_NAME, known_of(folder)
     content = path.read_bytes()
@@ -181,7 +184,10 @@ def test_a_too_deeply_nested_leaf_raises() -> None:
 
 @pytest.mark.parametrize("name", ["metadata.json", "trajector_index.json"])
 def test_a_pipe_in_place_of_a_file_raises_without_waiting(tmp_path: Path, name: str) -> None:
-    """In a folder of another system; run apart, so that waiting would end."""
+    """The pipe is in a folder of another system.
+
+    Another process loads it, so that waiting would end.
+    """
     folder = saved(tmp_path / "a")
     index = json.loads((folder / INDEX_NAME).read_text())
     for key in ("crc32", "format"):

@@ -1,4 +1,4 @@
-"""An id that two ranks have gets a new one, and what is saved then loads again."""
+"""If two ranks use the same id, one trajectory gets a new id. The next save loads again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDEX_NAME = "trajectory_index.json"
 
 
 def save_ranks(folder: Path, file_format: str) -> Path:
-    """Two ranks that have counted alike: ids 0 and 1 each, of the trajectories 0, 1 and 10, 11."""
+    """Save two ranks with equal counters: ids 0 and 1 each, of the trajectories 0, 1 and 10, 11."""
     for rank in range(2):
         buffer = TrajectoryReplayBuffer(trajectory_format=file_format)
         for one in range(2):

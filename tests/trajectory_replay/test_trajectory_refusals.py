@@ -1,4 +1,4 @@
-"""`TrajectoryReplayBuffer`: what it refuses, and with which words."""
+"""`TrajectoryReplayBuffer`: rejected arguments and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is loaded from one folder and auto-saved to another is there too, and nothing there is lost silently."""
+"""Trajectories that are loaded from one folder and saved to another exist there.
+
+None is lost without an error.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def saving(folder: Path, **options: Any) -> TrajectoryReplayBuffer:
 
 
 def check(folder: Path, numbers: list[int]) -> None:
-    """Check that a folder holds these trajectories, under these ids."""
+    """Check that a folder has these trajectories with these ids."""
     found = TrajectoryReplayBuffer(sample_window_size=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -39,7 +42,7 @@ def add(buffer: TrajectoryReplayBuffer, numbers: range) -> None:
 
 @pytest.fixture(params=["linked", "copied"])
 def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the file system has links."""
+    """Return whether the file system has links."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")

@@ -1,4 +1,4 @@
-"""What windows must be, computed frame by frame from what was recorded."""
+"""Expected windows, computed frame by frame from the recorded steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Expected:
 
 
 def anchors(length: int, deltas: list[int], stride: int, padding: str) -> list[int]:
-    """The anchors of a trajectory: `deltas` are those of all fields together."""
+    """Return the anchors of a trajectory. `deltas` are those of all fields."""
     if padding != "none":
         return list(range(0, length, stride))
     inside = [t for t in range(length) if all(0 <= t + d < length for d in deltas)]
@@ -28,7 +28,7 @@ def anchors(length: int, deltas: list[int], stride: int, padding: str) -> list[i
 
 
 def window(one: Recorded, anchor: int, deltas: list[int], padding: str) -> Expected:
-    """The observation, mask and flags of a window."""
+    """Return the observation, mask and flags of a window."""
     rows, mask, done, timeout = [], [], [], []
     for delta in deltas:
         frame = anchor + delta
@@ -46,7 +46,7 @@ def window(one: Recorded, anchor: int, deltas: list[int], padding: str) -> Expec
 def next_window(
     one: Recorded, anchor: int, deltas: list[int], padding: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The next observations of a window, and which of them were recorded."""
+    """Return the next observations of a window, and whether they were recorded."""
     rows, mask = [], []
     for delta in deltas:
         frame = anchor + delta + 1

@@ -1,4 +1,4 @@
-"""Joined observations: the components of the windows, side by side, as `RolloutDataset` gives them."""
+"""Joined observations: the components of the windows, concatenated as in `RolloutDataset`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ CODECS = {"raw": {}, "coded": {"depth": "lz4"}, "lossy": {"depth": "normalized_i
 
 
 def record(folder, codecs, num_envs=2, with_final=True):
-    """Flat observations of 20 values, the first of which tells env and step; env 0 ends at step 4."""
+    """Record flat observations of 20 values.
+
+    The first encodes env and step. Env 0 ends at step 4.
+    """
     values = np.random.default_rng(0).random((11, num_envs, 20)).astype(np.float32)
     values[:, :, 0] = np.arange(11)[:, None] + 100 * np.arange(num_envs)
     with RolloutWriter(
@@ -38,7 +41,7 @@ def record(folder, codecs, num_envs=2, with_final=True):
 
 
 def joined(components, leading=2):
-    """What joining must give, by plain torch."""
+    """Return the expected joined observation, computed by torch."""
     wide = {torch.uint16: torch.int32}
     parts = [part.to(wide.get(part.dtype, part.dtype)) for part in components.values()]
     sizes = [int(np.prod(part.shape[leading:])) for part in parts]
@@ -52,7 +55,7 @@ def joined(components, leading=2):
 
 
 def check_joined(flat, by_name):
-    """A flat batch has what one by names has."""
+    """Check that a flat batch equals a batch by names."""
     assert list(flat) == list(by_name)
     for name, values in by_name.items():
         if not isinstance(values, dict) or "mask" in name:

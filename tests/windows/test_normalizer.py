@@ -1,4 +1,4 @@
-"""Normalizer: what it does to values, the way back, what it takes and refuses, and what travels in a checkpoint."""
+"""Normalizer: normalizing, its inverse, arguments, errors, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_components_joined_along_the_last_axis_are_one_tensor(folder, tmp_path):
 
 
 class LikeTensorDict:
-    """What a TensorDict has of a mapping, without being one."""
+    """The mapping methods of a TensorDict, in another class."""
 
     def __init__(self, values):
         self.values_ = values
@@ -231,7 +231,9 @@ def test_fields_that_cannot_be_normalized_raise(folder, tmp_path):
 
 
 def held_joint(num_steps: int = 2000) -> np.ndarray:
-    """An arm whose second joint is held, whose gripper closes in 0.5 % of the frames, and whose last joint is off."""
+    """Record an arm whose second joint does not move, whose gripper closes in 0.5 % of the frames,
+    and whose last joint is off.
+    """
     rng = np.random.default_rng(0)
     is_closed = np.arange(num_steps) % 200 == 7
     columns = (

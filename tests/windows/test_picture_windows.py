@@ -1,4 +1,6 @@
-"""Windows of picture sets of other systems: only the pictures that are needed are decoded, and none is mixed up."""
+"""Windows of picture sets of other systems: only needed pictures are decoded, and each is the right
+one.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ SHAPE = (80, 72, 3)  # 17 KiB: of a size that is read by chunks
 
 
 def picture(episode: int, frame: int) -> np.ndarray:
-    """A picture that no other frame has, with every pixel a function of its place."""
+    """Return a picture that is different for each frame.
+
+    Every pixel is a function of its position.
+    """
     rows, columns, channels = np.indices(SHAPE)
     return ((rows + 2 * columns + 5 * channels + 3 * frame + 101 * episode) % 251).astype(np.uint8)
 
@@ -64,7 +69,7 @@ def robomimic(recording: Path) -> Path:
 
 
 def with_chunks_of(source: Path, path: Path, chunk_rows: int) -> Path:
-    """Copy a file of robomimic and store its pictures compressed, some frames in each chunk."""
+    """Copy a file of robomimic, with compressed pictures and some frames per chunk."""
     path.write_bytes(source.read_bytes())
     with h5py.File(path, "r+") as file:
         for demo in file["data"].values():
@@ -78,7 +83,9 @@ def with_chunks_of(source: Path, path: Path, chunk_rows: int) -> Path:
 
 
 def check_batch(batch: dict[str, Any]) -> None:
-    """Compare the pictures of windows with what was recorded, by the actions beside them."""
+    """Compare the pictures of windows with the recorded ones, which are identified by the
+    actions.
+    """
     number = batch["action"][..., 0].long()
     is_valid = batch["mask"]
     for window in range(len(number)):
@@ -109,7 +116,10 @@ def test_random_windows_of_a_lerobot_set_decode_only_their_own_pictures(lerobot:
 def test_the_first_batch_of_a_lerobot_set_does_not_import_pandas(
     lerobot: Path, tmp_path: Path
 ) -> None:
-    """pandas takes longer to import than the first batch to read; a stand-in notices the import."""
+    """Importing pandas takes longer than reading the first batch.
+
+    A substitute module notices the import.
+    """
     (tmp_path / "pandas.py").write_text("raise SystemExit('pandas was imported')")
     code = f"from rollout_data import WindowDataset; WindowDataset({str(lerobot)!r}, 2).batch([0])"
     paths = [str(tmp_path), *sys.path]
@@ -163,7 +173,7 @@ def test_playback_of_picture_sets_decodes_each_picture_once(
 
 
 def test_a_damaged_picture_loses_only_its_own_windows(lerobot: Path, tmp_path: Path) -> None:
-    """One picture is replaced by bytes that are no picture, in a file of the same rows."""
+    """One picture is replaced by other bytes, in a file with the same rows."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "damaged"

@@ -1,4 +1,7 @@
-"""Damaged windows: the default names the file, the episode and the frame; "skip" makes batches shorter."""
+"""Damaged windows: by default an error names the file, the episode and the frame.
+
+"skip" makes batches shorter.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def recorded(folder):
 
 
 def damaged_set(folder, damaged=DAMAGED):
-    """Write a LeRobot set in which some pictures, (episode, frame), break off."""
+    """Write a LeRobot set in which some pictures, (episode, frame), are truncated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rollout_data.convert(
@@ -108,7 +111,7 @@ def test_on_error_skip_shortens_the_batch_and_moves_no_other_window(tmp_path, le
 
 
 def _touching(length: int) -> tuple[int, int]:
-    """Numbers of the windows with frame 4 of episode 1: first, and stop."""
+    """Return the numbers of the windows with frame 4 of episode 1: first, and stop."""
     per_episode = 10 - length + 1
     return per_episode + 4 - length + 1, per_episode + 5
 
@@ -239,7 +242,10 @@ def test_fields_without_the_damaged_picture_lose_nothing(tmp_path, on_error):
 
 
 class Rows:
-    """Stands in for `ray.data`, as far as `read_rollouts` needs it: runs each task at once."""
+    """A substitute for `ray.data` with the parts that `read_rollouts` needs.
+
+    It runs each task at once.
+    """
 
     def __init__(self, tasks):
         self.tasks = tasks

@@ -1,4 +1,4 @@
-"""Statistics equal numpy's; their cache is used only for what it was made from."""
+"""Statistics equal those of numpy. Their cache is used only for the same data."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ CONSTANTS = np.array([0.1, 3.3e-5, -0.7, 1e6 + 0.1, 1e200])
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
-    """More frames than are read at once, 24 MB: random values, some that are not finite, and constants."""
+    """More frames than are read at once, 24 MB: random values, some values that are not finite, and
+    constants.
+    """
     folder, shape = tmp_path_factory.mktemp("long"), (1500, 4)
     rng = np.random.default_rng(0)
     odd = rng.random((*shape, 5))
@@ -176,7 +178,7 @@ def test_coded_components_are_decoded_for_statistics(tmp_path):
 
 @pytest.fixture
 def is_computed(capsys):
-    """Ask for statistics, and tell whether they were computed, which shows a progress bar."""
+    """Return whether statistics were computed, which shows a progress bar."""
 
     def ask(dataset, *args):
         capsys.readouterr()

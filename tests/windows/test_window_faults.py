@@ -1,4 +1,4 @@
-"""Wrong arguments, vanished and damaged files: one clear error each."""
+"""Wrong arguments, deleted and damaged files: one clear error each."""
 
 from __future__ import annotations
 

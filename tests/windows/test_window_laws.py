@@ -1,4 +1,4 @@
-"""Windows equal those that are put together frame by frame, whatever the trajectories, deltas and padding."""
+"""Windows equal those that are joined frame by frame, for all trajectories, deltas and paddings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(
     stride,
     padding,
 ):
-    """Compare every window with the model; all of them, each once, and no other."""
+    """Compare every window with the model: all windows, each once."""
     by_number = {one.number: one for one in done}
     keys, anchor = dataset.locate(np.arange(len(dataset)))
     numbers = [number for _, number in keys]

@@ -139,7 +139,7 @@ def test_contiguous_fields_share_no_memory(folder):
 
 
 def numbers_of(loader):
-    """Identify the windows of each batch by their first observation."""
+    """Return the windows of each batch, identified by their first observation."""
     return [tuple(batch["observation"][:, 0, 2].tolist()) for batch in loader]
 
 

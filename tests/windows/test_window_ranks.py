@@ -1,4 +1,6 @@
-"""One order of windows for any number of ranks: equal shares, and states that any number of ranks resumes."""
+"""One order of windows for any number of ranks: equal shares, and states that any number of ranks
+can load.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ SIZES = (1, 3, 16, 25, 31)
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory):
-    """Datasets of different sizes, and a mixture, by their number of windows; each window is one frame."""
+    """Datasets of different sizes, and a mixture, by their number of windows.
+
+    Each window is one frame.
+    """
     found = {}
     for size in SIZES:
         path = tmp_path_factory.mktemp(f"windows{size}")
@@ -44,7 +49,7 @@ def all_names(dataset):
 
 
 def side_by_side(loaders, num_batches):
-    """The next batches of all ranks put together, as far as there are some, and the ranks' sizes of each."""
+    """Join the next batches of all ranks. Return also the sizes of the ranks."""
     batches, sizes = [], []
     iterators = [iter(loader) for loader in loaders]
     for _ in range(num_batches):
@@ -62,7 +67,9 @@ def side_by_side(loaders, num_batches):
 
 
 def model(orders, epoch, position, size, num_ranks, even, drop_last):
-    """The next batch of all ranks, and the epoch and position after it; written from the rules alone."""
+    """Return the next batch of all ranks, and the epoch and position after it, computed from the
+    rules alone.
+    """
     while True:
         order = orders[epoch]
         wanted = order[position : position + size]

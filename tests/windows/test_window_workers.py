@@ -1,4 +1,4 @@
-"""What `DataLoader` workers may do with windows, and how much shared memory they take for it."""
+"""Windows in workers of a `DataLoader`, and their use of shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dataset(tmp_path_factory):
 
 
 class Doubled(Dataset):
-    """A user's dataset around ours."""
+    """A dataset of a user that contains ours."""
 
     def __init__(self, windows):
         self.windows = windows

@@ -1,4 +1,7 @@
-"""Two gloo ranks that read windows, started by `torch.distributed.run`; each prints what it got as one line of JSON."""
+"""Two gloo ranks that read windows, started by `torch.distributed.run`.
+
+Each prints its batches as one line of JSON.
+"""
 
 from __future__ import annotations
 
