@@ -664,7 +664,8 @@ def _setitem(func: Any, self: Any, index: Any, value: Any) -> None:
     if tensors:
         if not isinstance(value, torch.Tensor):
             if any(
-                one is not None and one.dtype not in (torch.bool, torch.uint8) for one in tensors
+                tensor is not None and tensor.dtype not in (torch.bool, torch.uint8)
+                for tensor in tensors
             ):
                 # Torch copies it from pageable memory
                 PretendCuda.active().wait("number written at indices")

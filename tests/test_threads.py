@@ -71,7 +71,7 @@ def test_the_first_failure_is_raised_once_and_later_jobs_run() -> None:
         ]
         gate.set()
         assert futures[2].result(20) is None and [
-            str(one.exception(20)) for one in futures[:2]
+            str(future.exception(20)) for future in futures[:2]
         ] == [
             "'first'",
             "'second'",

@@ -157,7 +157,7 @@ def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
         # The child imports this file under this name; pytest uses another name.
         target = importlib.import_module("tests.buffers.every_store").run_script
         child = context.Process(
-            target=target, args=(script, [str(one) for one in arguments], out.name)
+            target=target, args=(script, [str(argument) for argument in arguments], out.name)
         )
         child.start()
         child.join(timeout_s)

@@ -222,7 +222,7 @@ def refused(store: Any, state: Any, text: str) -> None:
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str) -> None:
     store = store_of(name, "partly filled")
     state = store.state_dict()
-    other = next(one for one in CASES if type(CASES[one].make(0)) is not type(store))
+    other = next(case for case in CASES if type(CASES[case].make(0)) is not type(store))
     for state_of_wrong_type in (None, (), "state", 5):
         refused(store, state_of_wrong_type, "must be a mapping")
     for version in (2, 0, "1", None):
@@ -364,7 +364,7 @@ def test_a_load_during_saves_returns_one_of_the_saves(tmp_path: Path, name: str)
 def test_a_folder_of_another_class_or_version_is_refused(tmp_path: Path, name: str) -> None:
     store = store_of(name, "partly filled")
     store.save(tmp_path / "b")
-    for other in {type(CASES[one].make(0)) for one in CASES}:
+    for other in {type(CASES[case].make(0)) for case in CASES}:
         # Folders of earlier systems name other classes, so a buffer loads any rows that fit.
         are_buffers = isinstance(store, OF_EARLIER_SYSTEMS) and issubclass(
             other, OF_EARLIER_SYSTEMS

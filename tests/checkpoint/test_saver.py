@@ -214,7 +214,7 @@ def test_a_full_disk_is_one_clear_error_and_keeps_the_old_checkpoint(
         saver.shutdown()
     assert raised.value.errno == errno.EFBIG
     assert value_of(load_checkpoint(tmp_path / "a.pt")) == 1
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert [path.name for path in tmp_path.iterdir()] == [path.name]
 
 
 def test_on_full_raise_raises_if_the_queue_is_full(tmp_path: Path, gate: Gate) -> None:

@@ -63,11 +63,12 @@ class Block:
     def schema(self) -> Schema:
         codecs = {name: self.codecs.get(name, "raw") for name in self.rows}
         kinds = {
-            name: "float32" if codecs[name] == "normalized_image" else str(one.dtype)
-            for name, one in self.rows.items()
+            name: "float32" if codecs[name] == "normalized_image" else str(tensor.dtype)
+            for name, tensor in self.rows.items()
         }
         return Schema(
-            Field(name, one.shape[1:], kinds[name], codecs[name]) for name, one in self.rows.items()
+            Field(name, tensor.shape[1:], kinds[name], codecs[name])
+            for name, tensor in self.rows.items()
         )
 
     def write(self, path: Path) -> Path:
@@ -99,13 +100,15 @@ class Block:
         if self.sums is not None or "reward" not in self.rows:
             return np.zeros((len(self.fragments), 0)) if self.sums is None else self.sums
         reward = self.rows["reward"].astype(np.float64)
-        bounds = [(one["row"], one["row"] + one["length"]) for one in self.fragments]
+        bounds = [
+            (fragment["row"], fragment["row"] + fragment["length"]) for fragment in self.fragments
+        ]
         return np.array([[reward[low:high].sum()] for low, high in bounds]).reshape(-1, 1)
 
 
 def blocks_of(world: World, num_blocks: int = 3, writer: str = "w") -> list[Block]:
     """Return the rows of all episodes in blocks of equal size. Blocks end within episodes."""
-    total = sum(one.length for one in world.episodes)
+    total = sum(episode.length for episode in world.episodes)
     bounds = [round(total * number / num_blocks) for number in range(num_blocks + 1)]
     flat = {name: np.concatenate(list(world.arrays(name))) for name in world[0].fields}
     found, number, frame, at = [], 0, 0, 0

@@ -102,7 +102,7 @@ def test_a_file_cut_in_half_is_an_error_in_every_format(samples, tmp_path: Path,
         one for one in path.rglob("*") if one.suffix in (".h5", ".hdf5", ".parquet", ".pickle")
     ] or [path]
     # An index can be rebuilt from the data.
-    files = [one for one in files if "meta" not in one.parts]
+    files = [path for path in files if "meta" not in path.parts]
     file = max(files, key=lambda one: one.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     os.utime(file, (1e9, 1e9))  # no writer is running

@@ -25,11 +25,11 @@ Edit = Callable[[Path], Any]
 
 def written(path: Path, form: str) -> Path:
     if form == "aloha":
-        for number, one in enumerate(arm(np.random.default_rng(0), 9).episodes):
+        for number, episode in enumerate(arm(np.random.default_rng(0), 9).episodes):
             (path / "set").mkdir(parents=True, exist_ok=True)
             with h5py.File(path / f"set/episode_{number}.hdf5", "w") as file:
-                file.attrs["sim"], file["action"] = True, one.fields["action"]
-                file["observations/qpos"] = one.fields["observation/joint_pos"]
+                file.attrs["sim"], file["action"] = True, episode.fields["action"]
+                file["observations/qpos"] = episode.fields["observation/joint_pos"]
         return path / "set"
     if form == "motion":
         (path / "set").mkdir(parents=True)
@@ -109,11 +109,13 @@ ROWS: dict[str, tuple[str, str, Edit, set[int]]] = {
 def test_a_defect_of_other_files_is_found_and_named(name: str, tmp_path: Path) -> None:
     code, form, edit, named = ROWS[name]
     path = written(tmp_path, form)
-    assert [one for one in doctor(path, only=[code]).findings if one.severity != "info"] == []
+    assert [
+        finding for finding in doctor(path, only=[code]).findings if finding.severity != "info"
+    ] == []
     edit(path)
     diagnosis = doctor(path, only=[code, "STR10", "FIL00"])
-    assert {one.code for one in diagnosis.findings} == {code}
-    assert named <= {number for one in diagnosis.findings for number in one.trajectories}
+    assert {finding.code for finding in diagnosis.findings} == {code}
+    assert named <= {number for finding in diagnosis.findings for number in finding.trajectories}
 
 
 @pytest.mark.parametrize("at", [-40, 160, 90])
@@ -123,7 +125,7 @@ def test_a_record_with_a_wrong_checksum_is_named(at: int, tmp_path: Path) -> Non
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (record,) = tmp_path.glob("*.tfrecord*")
     flipped(record, at % record.stat().st_size)
-    (found,) = (one for one in doctor(tmp_path).findings if one.severity == "error")
+    (found,) = (finding for finding in doctor(tmp_path).findings if finding.severity == "error")
     assert found.code == "FIL01" and len(found.trajectories) == 1
 
 
@@ -152,7 +154,7 @@ def test_success_is_compared_with_rewards_if_the_ends_are_unknown(tmp_path: Path
 def test_the_record_of_a_conversion_belongs_to_the_recording(tmp_path: Path, form: str) -> None:
     path = write(tmp_path, walker(np.random.default_rng(0)), form)
     assert list(path.rglob("rollout_conversion*"))
-    assert [one.message for one in doctor(path, only=["FIL05"]).findings] == []
+    assert [finding.message for finding in doctor(path, only=["FIL05"]).findings] == []
 
 
 Rows = dict[str, np.ndarray]
@@ -193,14 +195,14 @@ def simple(rng: np.random.Generator, num: int = 16) -> list[Rows]:
 
 
 def halves_of_a_turn(rng: np.random.Generator, episodes: list[Rows]) -> None:
-    for number, one in enumerate(episodes):
+    for number, episode in enumerate(episodes):
         angle = (
             (0.6 if number % 3 else 2.6)
             + rng.uniform(-0.4, 0.4)
-            + 0.01 * np.arange(len(one["action"]))
+            + 0.01 * np.arange(len(episode["action"]))
         )
         quaternion = np.stack([np.cos(angle / 2), 0 * angle, 0 * angle, np.sin(angle / 2)], 1)
-        one["observation/quat"] = quaternion.astype(np.float32)
+        episode["observation/quat"] = quaternion.astype(np.float32)
 
 
 def single_frames(rng: np.random.Generator, episodes: list[Rows]) -> None:
@@ -210,34 +212,34 @@ def single_frames(rng: np.random.Generator, episodes: list[Rows]) -> None:
 
 
 def ever_larger(rng: np.random.Generator, episodes: list[Rows]) -> None:
-    for number, one in enumerate(episodes):
-        one["observation/joints"] = one["observation/joints"] * np.float32(1.35**number)
+    for number, episode in enumerate(episodes):
+        episode["observation/joints"] = episode["observation/joints"] * np.float32(1.35**number)
 
 
 def rests_before_a_still_camera(rng: np.random.Generator, episodes: list[Rows]) -> None:
-    for number, one in enumerate(episodes):
-        one["action"] = (
-            np.concatenate([np.repeat(one["action"][:1], 11, 0), one["action"]])[:120]
+    for number, episode in enumerate(episodes):
+        episode["action"] = (
+            np.concatenate([np.repeat(episode["action"][:1], 11, 0), episode["action"]])[:120]
             if number == 3
-            else (one["action"])
+            else (episode["action"])
         )
-        level = np.floor(40 * (1.5 + one["action"][:, :1, None, None])).astype(np.uint8)
-        one["observation/camera"] = level + rng.integers(0, 9, (1, 16, 16, 3)).astype(np.uint8)
-        one["observation/camera"] += (np.arange(120) % 2 * (np.arange(120) > 12 * (number == 3)))[
-            :, None, None, None
-        ].astype(np.uint8)
+        level = np.floor(40 * (1.5 + episode["action"][:, :1, None, None])).astype(np.uint8)
+        episode["observation/camera"] = level + rng.integers(0, 9, (1, 16, 16, 3)).astype(np.uint8)
+        episode["observation/camera"] += (
+            np.arange(120) % 2 * (np.arange(120) > 12 * (number == 3))
+        )[:, None, None, None].astype(np.uint8)
 
 
 def opens_often(rng: np.random.Generator, episodes: list[Rows]) -> None:
-    for number, one in enumerate(episodes):
+    for number, episode in enumerate(episodes):
         grip = (np.arange(120) // (4 if number == 5 else 60) % 2) + rng.normal(0, 1e-3, 120)
-        one["action"] = np.concatenate([one["action"], grip[:, None].astype(np.float32)], 1)
+        episode["action"] = np.concatenate([episode["action"], grip[:, None].astype(np.float32)], 1)
 
 
 def swims(rng: np.random.Generator, episodes: list[Rows]) -> None:
-    for one in episodes:
+    for episode in episodes:
         phases = 2 * np.pi * 0.08 * np.arange(120)[:, None] + np.zeros(10)
-        one["observation/joints"] = (np.sin(phases) + rng.normal(0, 1e-3, (120, 10))).astype(
+        episode["observation/joints"] = (np.sin(phases) + rng.normal(0, 1e-3, (120, 10))).astype(
             np.float32
         )
 
@@ -261,7 +263,7 @@ def test_a_sound_recording_that_resembles_a_defect_has_no_finding(
     change(rng, episodes)
     path = record(tmp_path / "a", episodes, has_finals=change is single_frames)
     found = doctor(path, skip=["VAL12", "END05", "VAL16"]).findings
-    assert [one for one in found if one.severity != "info"] == []
+    assert [finding for finding in found if finding.severity != "info"] == []
 
 
 def lonely(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
@@ -270,31 +272,35 @@ def lonely(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
 
 
 def in_centimetres(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
-    for number, one in enumerate(episodes):
-        one["observation/joints"] = one["observation/joints"] * np.float32(rng.uniform(0.7, 1.4))
-        one["observation/joints"] *= np.float32(0.01 if number in (2, 9) else 1)
+    for number, episode in enumerate(episodes):
+        episode["observation/joints"] = episode["observation/joints"] * np.float32(
+            rng.uniform(0.7, 1.4)
+        )
+        episode["observation/joints"] *= np.float32(0.01 if number in (2, 9) else 1)
     return {2, 9}
 
 
 def a_second_clock(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
-    for number, one in enumerate(episodes):
-        one["timestamp"] = np.arange(120) / 50
-        one["timestamp_camera"] = one["timestamp"] * (1.1 if number == 4 else 1)
+    for number, episode in enumerate(episodes):
+        episode["timestamp"] = np.arange(120) / 50
+        episode["timestamp_camera"] = episode["timestamp"] * (1.1 if number == 4 else 1)
     return {4}
 
 
 def a_noisy_gripper(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
-    for number, one in enumerate(episodes):
+    for number, episode in enumerate(episodes):
         grip = np.arange(120) // rng.integers(5, 60) % 2
-        one["action"] = np.concatenate([one["action"], grip[:, None].astype(np.float32)], 1)
-        one["action"] += rng.normal(0, 0.1 * (number == 6), one["action"].shape).astype(np.float32)
+        episode["action"] = np.concatenate([episode["action"], grip[:, None].astype(np.float32)], 1)
+        episode["action"] += rng.normal(0, 0.1 * (number == 6), episode["action"].shape).astype(
+            np.float32
+        )
     return {6}
 
 
 def bits_for_bytes(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
-    for number, one in enumerate(episodes):
+    for number, episode in enumerate(episodes):
         camera = rng.integers(0, 250, (120, 16, 16, 3)).astype(np.uint8)
-        one["observation/camera"] = (camera > 99).astype(np.uint8) if number == 5 else camera
+        episode["observation/camera"] = (camera > 99).astype(np.uint8) if number == 5 else camera
     return {5}
 
 
@@ -308,7 +314,7 @@ def test_a_defect_among_larger_ones_of_other_kinds_is_found(code: str, tmp_path:
     episodes = simple(rng)
     named = FOUND[code](rng, episodes)
     found = doctor(record(tmp_path / "a", episodes), only=[code, "FIL00"]).findings
-    assert [(one.code, set(one.trajectories)) for one in found] == [(code, named)]
+    assert [(finding.code, set(finding.trajectories)) for finding in found] == [(code, named)]
 
 
 def test_all_trajectories_that_are_left_open_are_named(tmp_path: Path) -> None:

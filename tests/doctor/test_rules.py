@@ -97,9 +97,9 @@ def added(name: str, give: Callable[[Episode, float], np.ndarray]) -> Change:
     """Return a change that adds a field, which is a function of the others."""
 
     def changed(episodes: list[Episode], size: float) -> None:
-        for one in episodes:
+        for episode in episodes:
             group, _, last = name.rpartition("/")
-            (one[group] if group else one)[last] = give(one, size)
+            (episode[group] if group else episode)[last] = give(episode, size)
 
     return changed
 
@@ -123,17 +123,17 @@ def doubled(episodes: list[Episode], size: float) -> None:
 
 def counting(episodes: list[Episode], size: float) -> None:
     """Add an encoder of one tick for each frame, in episode 7 of `size` ticks."""
-    for number, one in enumerate(episodes):
-        one["encoder"] = ((1 + np.arange(LENGTH) * int(size if number == 7 else 1)) % 256).astype(
-            np.uint8
-        )
+    for number, episode in enumerate(episodes):
+        episode["encoder"] = (
+            (1 + np.arange(LENGTH) * int(size if number == 7 else 1)) % 256
+        ).astype(np.uint8)
 
 
 def delayed(episodes: list[Episode], size: float) -> None:
     rng = np.random.default_rng(0)
-    for one in episodes:
-        one["action"] = rng.normal(0, 0.5, (LENGTH, 3)).astype(np.float32)
-        one["observation"]["arm"] = np.roll(one["action"], int(size), axis=0)
+    for episode in episodes:
+        episode["action"] = rng.normal(0, 0.5, (LENGTH, 3)).astype(np.float32)
+        episode["observation"]["arm"] = np.roll(episode["action"], int(size), axis=0)
 
 
 def rough(values: np.ndarray, size: float) -> None:
@@ -146,22 +146,22 @@ def sparse(values: np.ndarray, size: float) -> None:
 
 
 def won_against_ends(episodes: list[Episode], size: float) -> None:
-    for number, one in enumerate(episodes):
-        one["terminated"] = number % 2 == 0
-        one["said"] = {"success": one["terminated"] != (number < size)}
+    for number, episode in enumerate(episodes):
+        episode["terminated"] = number % 2 == 0
+        episode["said"] = {"success": episode["terminated"] != (number < size)}
 
 
 def won_before_the_end(episodes: list[Episode], size: float) -> None:
-    for number, one in enumerate(episodes):
-        one["success"] = np.arange(LENGTH) >= LENGTH - 1 - (size if 1 <= number <= 4 else 0)
+    for number, episode in enumerate(episodes):
+        episode["success"] = np.arange(LENGTH) >= LENGTH - 1 - (size if 1 <= number <= 4 else 0)
 
 
 def tasks(numbers: Iterable[int], task: str) -> Change:
     """Return a change that notes the task "walk", and another task in the first `size` of some episodes."""
 
     def changed(episodes: list[Episode], size: float) -> None:
-        for one in episodes:
-            one["said"] = {"task": "walk"}
+        for episode in episodes:
+            episode["said"] = {"task": "walk"}
         for number in list(numbers)[: int(size)]:
             episodes[number]["said"] = {"task": task}
 
@@ -248,7 +248,7 @@ def test_a_defect_is_found_with_its_trajectories_and_a_small_change_is_not(
         episodes = sound(np.random.default_rng(5))
         case.change(episodes, size)
         found = doctor(recorded(tmp_path / str(is_wrong), episodes), only=[code, "FIL00"]).findings
-        assert [one.code for one in found] == [code] * is_wrong
+        assert [finding.code for finding in found] == [code] * is_wrong
     named = set(found[0].trajectories)
     assert named == set(case.trajectories)
     assert set(found[0].frames) == {(number, *span) for number in named for span in case.frames}
@@ -262,4 +262,4 @@ def test_each_rule_of_values_time_and_learning_has_a_case() -> None:
 
 def test_a_sound_recording_has_no_finding(tmp_path: Path) -> None:
     path = recorded(tmp_path / "a", sound(np.random.default_rng(1)))
-    assert [one.code for one in doctor(path).findings if one.code != "PRV01"] == []
+    assert [finding.code for finding in doctor(path).findings if finding.code != "PRV01"] == []

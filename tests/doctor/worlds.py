@@ -164,16 +164,16 @@ def pixels(rng: Rng, path: Array, size: int, noise: float, camera: int = 0) -> A
 def cameras(rng: Rng, num: int = 10, noise: float = 2.0, size: int = 32) -> World:
     """An arm with two cameras."""
     world = arm(rng, num)
-    for one in world.episodes:
-        one.cut(0, 40)
-        one.fields["reward"] = np.where(np.arange(40) == 39, one.said["success"], 0).astype(
+    for episode in world.episodes:
+        episode.cut(0, 40)
+        episode.fields["reward"] = np.where(np.arange(40) == 39, episode.said["success"], 0).astype(
             np.float32
         )
-        assert one.final is not None
+        assert episode.final is not None
         for camera, name in enumerate(("front", "wrist")):
-            path = one.fields["observation/joint_pos"][:, 2 * camera :]
+            path = episode.fields["observation/joint_pos"][:, 2 * camera :]
             frames = pixels(rng, np.concatenate([path, path[-1:]]), size, noise, camera)
-            one.fields[f"observation/{name}"], one.final[f"observation/{name}"] = (
+            episode.fields[f"observation/{name}"], episode.final[f"observation/{name}"] = (
                 frames[:-1],
                 frames[-1],
             )
@@ -183,22 +183,24 @@ def cameras(rng: Rng, num: int = 10, noise: float = 2.0, size: int = 32) -> Worl
 def ant(rng: Rng) -> World:
     """Half of the observations are always 0, contact forces are rare and large."""
     world = walker(rng, dims=27)
-    for one in world.episodes:
-        num = one.length + 1
+    for episode in world.episodes:
+        num = episode.length + 1
         forces = np.where(rng.random((num, 8)) < 0.02, rng.standard_t(1.5, (num, 8)) * 20, 0)
         rows = np.concatenate([forces, np.zeros((num, 30))], 1).astype(np.float32)
-        one.fields["observation"] = np.concatenate([one.fields["observation"], rows[:-1]], 1)
-        one.final = {"observation": np.concatenate([one.final["observation"], rows[-1]])}  # type: ignore[index]
+        episode.fields["observation"] = np.concatenate(
+            [episode.fields["observation"], rows[:-1]], 1
+        )
+        episode.final = {"observation": np.concatenate([episode.final["observation"], rows[-1]])}  # type: ignore[index]
     return world
 
 
 def lidar(rng: Rng) -> World:
     """Rays that often hit nothing and return the maximum."""
     world = walker(rng, 12)
-    for one in world.episodes:
-        rays = np.minimum(4 + 3 * smooth(rng, one.length, 24), 5).clip(0.1).astype(np.float32)
-        one.fields["observation/rays"] = rays
-        one.fields["observation/state"], one.final = one.fields.pop("observation"), None
+    for episode in world.episodes:
+        rays = np.minimum(4 + 3 * smooth(rng, episode.length, 24), 5).clip(0.1).astype(np.float32)
+        episode.fields["observation/rays"] = rays
+        episode.fields["observation/state"], episode.final = episode.fields.pop("observation"), None
     return world
 
 
@@ -269,49 +271,50 @@ def grid_world(rng: Rng) -> World:
 def slow_sensor(rng: Rng) -> World:
     """One sensor has a new value every fifth frame."""
     world = walker(rng, 16)
-    for one in world.episodes:
+    for episode in world.episodes:
         slow = np.repeat(
-            smooth(rng, -(-one.length // 5), 3, 8) + rng.normal(0, 0.05, (-(-one.length // 5), 3)),
+            smooth(rng, -(-episode.length // 5), 3, 8)
+            + rng.normal(0, 0.05, (-(-episode.length // 5), 3)),
             5,
             0,
         )
-        one.fields["observation/slow"] = slow[: one.length].astype(np.float32)
-        one.fields["observation/state"], one.final = one.fields.pop("observation"), None
+        episode.fields["observation/slow"] = slow[: episode.length].astype(np.float32)
+        episode.fields["observation/state"], episode.final = episode.fields.pop("observation"), None
     return world
 
 
 def curriculum(rng: Rng) -> World:
     """Episodes become longer, returns higher, and places farther away."""
     world = walker(rng, 40)
-    for number, one in enumerate(world.episodes):
-        one.cut(0, 25 + 2 * number)
-        one.fields["observation"] = one.fields["observation"].copy()
-        one.fields["observation"][:, 2] += number / 20
-        one.final = None
-        one.end = "terminated"
+    for number, episode in enumerate(world.episodes):
+        episode.cut(0, 25 + 2 * number)
+        episode.fields["observation"] = episode.fields["observation"].copy()
+        episode.fields["observation"][:, 2] += number / 20
+        episode.final = None
+        episode.end = "terminated"
     return world
 
 
 def vectorized(rng: Rng) -> World:
     """Four simulators side by side: the last episode of each is cut off."""
     world = walker(rng, 24)
-    for number, one in enumerate(world.episodes):
-        one.env = number % 4
+    for number, episode in enumerate(world.episodes):
+        episode.env = number % 4
         if number >= 20:
-            one.end, one.final = "open", None
+            episode.end, episode.final = "open", None
     return world
 
 
 def position_targets(rng: Rng) -> World:
     """Actions are the next joint positions, with a gripper."""
     world = arm(rng)
-    for one in world.episodes:
-        joints = one.fields["observation/joint_pos"]
-        following = np.concatenate([joints[1:], one.final["observation/joint_pos"][None]])  # type: ignore[index]
+    for episode in world.episodes:
+        joints = episode.fields["observation/joint_pos"]
+        following = np.concatenate([joints[1:], episode.final["observation/joint_pos"][None]])  # type: ignore[index]
         noisy = following + rng.normal(0, 5e-4, following.shape)
-        one.fields["action"] = np.concatenate([noisy, one.fields["action"][:, 7:]], 1).astype(
-            np.float32
-        )
+        episode.fields["action"] = np.concatenate(
+            [noisy, episode.fields["action"][:, 7:]], 1
+        ).astype(np.float32)
     return world
 
 

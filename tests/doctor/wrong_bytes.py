@@ -42,7 +42,7 @@ def short_video(path: Path, rng: Rng, kind: str) -> Broken:
         write(path, cameras(rng, 8, size=64), "lerobot", video="h264"),
         int(rng.integers(1, 8)),
     )
-    (video,) = [one for one in target.rglob(f"file-{number:03d}.mp4") if "front" in str(one)]
+    (video,) = [path for path in target.rglob(f"file-{number:03d}.mp4") if "front" in str(path)]
     if kind == "gone":
         video.unlink()
     else:
@@ -209,10 +209,10 @@ def metadata_of_others(path: Path, rng: Rng, name: str) -> Broken:
 @broken("FIL07")
 def lossy(path: Path, rng: Rng) -> Broken:
     world = walker(rng)
-    for one in world.episodes:
-        one.fields["observation/state"], one.final = one.fields.pop("observation"), None
-        near = 0.5 + 0.003 * np.tanh(one.fields["observation/state"][:, :4])
-        one.fields["observation/distance"] = (near * 255).astype(np.uint8)
+    for episode in world.episodes:
+        episode.fields["observation/state"], episode.final = episode.fields.pop("observation"), None
+        near = 0.5 + 0.003 * np.tanh(episode.fields["observation/state"][:, :4])
+        episode.fields["observation/distance"] = (near * 255).astype(np.uint8)
 
     def edit(blocks: list[Block]) -> None:
         for block in blocks:

@@ -13,8 +13,8 @@ _FRONT = "observation/front"
 
 @defect("END01", formats=("own", "folders"))
 def all_open(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        one.end, one.final = "open", None
+    for episode in world.episodes:
+        episode.end, episode.final = "open", None
     return set(range(len(world)))
 
 
@@ -101,11 +101,11 @@ def reset_rows(world: World, rng: Rng) -> Named:
 @defect("END11", formats=("own", "minari", "d4rl", "folders"))
 def limit_as_termination(world: World, rng: Rng) -> Named:
     world.episodes = walker(rng, 24).episodes
-    for one in world.episodes:
-        one.cut(0, 50)
-        one.end, one.final = (
+    for episode in world.episodes:
+        episode.cut(0, 50)
+        episode.end, episode.final = (
             "terminated",
-            {"observation": one.fields["observation"][-1] * np.float32(0.99)},
+            {"observation": episode.fields["observation"][-1] * np.float32(0.99)},
         )
     return None
 
@@ -158,31 +158,31 @@ def red_and_blue(world: World, rng: Rng) -> Named:
 @defect("IMG05", "cameras", _PICTURES)
 def layout(world: World, rng: Rng) -> Named:
     """Store the bytes of channel-first pictures with a channel-last shape."""
-    for one in world.episodes:
-        frames = one.fields[_FRONT]
-        one.fields[_FRONT] = np.ascontiguousarray(frames.transpose(0, 3, 1, 2)).reshape(
+    for episode in world.episodes:
+        frames = episode.fields[_FRONT]
+        episode.fields[_FRONT] = np.ascontiguousarray(frames.transpose(0, 3, 1, 2)).reshape(
             frames.shape
         )
-        last = one.final[_FRONT]  # type: ignore[index]
-        one.final[_FRONT] = np.ascontiguousarray(last.transpose(2, 0, 1)).reshape(last.shape)  # type: ignore[index]
+        last = episode.final[_FRONT]  # type: ignore[index]
+        episode.final[_FRONT] = np.ascontiguousarray(last.transpose(2, 0, 1)).reshape(last.shape)  # type: ignore[index]
     return None
 
 
 @defect("IMG06", "cameras", ("own", "robomimic"))
 def float_range(world: World, rng: Rng) -> Named:
     chosen = some(rng, world, 3)
-    for number, one in enumerate(world.episodes):
+    for number, episode in enumerate(world.episodes):
         scale = np.float32(1 if number in chosen else 255)
-        one.fields[_FRONT] = one.fields[_FRONT].astype(np.float32) / scale
-        one.final[_FRONT] = one.final[_FRONT].astype(np.float32) / scale  # type: ignore[index]
+        episode.fields[_FRONT] = episode.fields[_FRONT].astype(np.float32) / scale
+        episode.final[_FRONT] = episode.final[_FRONT].astype(np.float32) / scale  # type: ignore[index]
     return set(chosen)
 
 
 @defect("IMG06", "cameras", _PICTURES)
 def bytes_to_one(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        one.fields[_FRONT] = (one.fields[_FRONT] > 100).astype(np.uint8)
-        one.final[_FRONT] = (one.final[_FRONT] > 100).astype(np.uint8)  # type: ignore[index]
+    for episode in world.episodes:
+        episode.fields[_FRONT] = (episode.fields[_FRONT] > 100).astype(np.uint8)
+        episode.final[_FRONT] = (episode.final[_FRONT] > 100).astype(np.uint8)  # type: ignore[index]
     return None
 
 
@@ -199,7 +199,7 @@ def blurred(world: World, rng: Rng) -> Named:
 
 @defect("IMG08", "cameras", _PICTURES)
 def same_camera(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        one.fields["observation/wrist"] = one.fields[_FRONT].copy()
-        one.final["observation/wrist"] = one.final[_FRONT].copy()  # type: ignore[index]
+    for episode in world.episodes:
+        episode.fields["observation/wrist"] = episode.fields[_FRONT].copy()
+        episode.final["observation/wrist"] = episode.final[_FRONT].copy()  # type: ignore[index]
     return None

@@ -89,7 +89,7 @@ def flipped(path: Path, at: int, bit: int = 0x10) -> None:
 
 def last_cut(world: World, num_blocks: int = 3) -> list[int]:
     """Return the episodes that continue in the next block."""
-    stops = np.cumsum([one.length for one in world.episodes])
+    stops = np.cumsum([episode.length for episode in world.episodes])
     return [
         int(np.searchsorted(stops, round(stops[-1] * k / num_blocks), "right"))
         for k in range(1, num_blocks)
@@ -344,7 +344,7 @@ def frame_index(path: Path, rng: Rng) -> Broken:
     target, number = write(path, arm(rng), "lerobot"), int(rng.integers(24))
 
     def change(columns: dict[str, list[Any]]) -> None:
-        columns["frame_index"] = [one + 1 for one in columns["frame_index"]]
+        columns["frame_index"] = [column + 1 for column in columns["frame_index"]]
 
     edited_parquet(target / f"data/chunk-000/file-{number:03d}.parquet", change)
     return target, {number}

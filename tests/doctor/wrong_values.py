@@ -56,10 +56,10 @@ def _each(
     world: World, name: str, change: Callable[[Array, Ep], Array], finals: bool = True
 ) -> None:
     """Replace a field of all episodes, and its part of final observations."""
-    for one in world.episodes:
-        one.fields[name] = change(one.fields[name], one)
-        if finals and one.final and name in one.final:
-            one.final[name] = change(one.final[name][None], one)[0]
+    for episode in world.episodes:
+        episode.fields[name] = change(episode.fields[name], episode)
+        if finals and episode.final and name in episode.final:
+            episode.final[name] = change(episode.final[name][None], episode)[0]
 
 
 def _column(world: World, name: str, dim: int, change: Callable[[Array, Ep], Any]) -> None:
@@ -118,8 +118,8 @@ def nearly_held_joint(world: World, rng: Rng) -> Named:
 @defect("VAL04", field=None)
 def died_sensor(world: World, rng: Rng, _: Any) -> Named:
     first = 16
-    for one in world.episodes[first:]:
-        one.fields["observation"][:, 5] = one.final["observation"][5] = 0.4  # type: ignore[index]
+    for episode in world.episodes[first:]:
+        episode.fields["observation"][:, 5] = episode.final["observation"][5] = 0.4  # type: ignore[index]
     return set(range(first, len(world)))
 
 
@@ -159,8 +159,8 @@ def narrowed(world: World, rng: Rng, kind: Any) -> Named:
 
 @defect("VAL09")
 def denormals(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        one.fields["observation"][::4, 2] = np.float32(1e-40)
+    for episode in world.episodes:
+        episode.fields["observation"][::4, 2] = np.float32(1e-40)
     return None
 
 
@@ -203,10 +203,10 @@ def quaternion_order(world: World, rng: Rng) -> Named:
 
 @defect("VAL14")
 def wraps(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        angle = np.cumsum(rng.normal(0.12, 0.03, one.length + 1)) + rng.uniform(-3, 3)
+    for episode in world.episodes:
+        angle = np.cumsum(rng.normal(0.12, 0.03, episode.length + 1)) + rng.uniform(-3, 3)
         angle = (angle + np.pi) % (2 * np.pi) - np.pi
-        one.fields["observation"][:, 3], one.final["observation"][3] = angle[:-1], angle[-1]  # type: ignore[index]
+        episode.fields["observation"][:, 3], episode.final["observation"][3] = angle[:-1], angle[-1]  # type: ignore[index]
     return None
 
 
@@ -226,20 +226,20 @@ def out_of_bounds(world: World, rng: Rng) -> Named:
 
 @defect("VAL16")
 def drift(world: World, rng: Rng) -> Named:
-    for one in world.episodes[12:]:
-        one.fields["observation"][:, 6] += 2.5
-        one.final["observation"][6] += 2.5  # type: ignore[index]
+    for episode in world.episodes[12:]:
+        episode.fields["observation"][:, 6] += 2.5
+        episode.final["observation"][6] += 2.5  # type: ignore[index]
     return None
 
 
 @defect("VAL17", formats=("own", "robomimic", "lerobot"), uint8=np.uint8, int16=np.int16)
 def integer_overflow(world: World, rng: Rng, kind: Any) -> Named:
     step = 9 if kind == np.uint8 else 3001
-    for one in world.episodes:
-        values = (1 + step * np.arange(one.length) + rng.integers(0, 3, one.length)).astype(
+    for episode in world.episodes:
+        values = (1 + step * np.arange(episode.length) + rng.integers(0, 3, episode.length)).astype(
             np.int64
         )
-        one.fields["encoder"] = values.astype(kind)[:, None]
+        episode.fields["encoder"] = values.astype(kind)[:, None]
     return None
 
 
@@ -312,12 +312,12 @@ def frozen_sensor(world: World, rng: Rng) -> Named:
 
 @defect("TIM08", "arm", ("own", "robomimic", "lerobot"))
 def lag(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        joints = one.fields["observation/joint_pos"]
+    for episode in world.episodes:
+        joints = episode.fields["observation/joint_pos"]
         noisy = np.concatenate([joints[8:], np.repeat(joints[-1:], 8, 0)]) + rng.normal(
             0, 1e-3, joints.shape
         )
-        one.fields["action"] = noisy.astype(np.float32)
+        episode.fields["action"] = noisy.astype(np.float32)
     return None
 
 
@@ -364,9 +364,9 @@ def jerky(world: World, rng: Rng) -> Named:
 @defect("TIM13", "arm", _TIMED)
 def clocks_apart(world: World, rng: Rng) -> Named:
     chosen = some(rng, world, 3)
-    for number, one in enumerate(world.episodes):
-        time = one.fields["timestamp"]
-        one.fields["camera_timestamp"] = time * (1.1 if number in chosen else 1.0) + 1e-4
+    for number, episode in enumerate(world.episodes):
+        time = episode.fields["timestamp"]
+        episode.fields["camera_timestamp"] = time * (1.1 if number in chosen else 1.0) + 1e-4
     return set(chosen)
 
 
@@ -375,16 +375,19 @@ def clocks_apart(world: World, rng: Rng) -> Named:
 
 @defect("LRN01", "arm", ("own", "robomimic", "lerobot"))
 def action_is_state(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        one.fields["action"] = one.fields["observation/joint_pos"].copy()
+    for episode in world.episodes:
+        episode.fields["action"] = episode.fields["observation/joint_pos"].copy()
     return None
 
 
 @defect("LRN02", "arm", ("own", "robomimic", "lerobot"))
 def action_is_next_state(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        joints, last = one.fields["observation/joint_pos"], one.final["observation/joint_pos"]  # type: ignore[index]
-        one.fields["action"] = np.concatenate([joints[1:], last[None]])
+    for episode in world.episodes:
+        joints, last = (
+            episode.fields["observation/joint_pos"],
+            episode.final["observation/joint_pos"],
+        )  # type: ignore[index]
+        episode.fields["action"] = np.concatenate([joints[1:], last[None]])
     return None
 
 
@@ -397,10 +400,10 @@ def reward_zero(world: World, rng: Rng) -> Named:
 @defect("LRN04", "arm")
 def reward_late(world: World, rng: Rng) -> Named:
     late = 0.0
-    for one in world.episodes:
-        reward = np.zeros(one.length, np.float32)
-        late, reward[0] = float(one.fields["reward"][-1]), late
-        one.fields["reward"] = reward
+    for episode in world.episodes:
+        reward = np.zeros(episode.length, np.float32)
+        late, reward[0] = float(episode.fields["reward"][-1]), late
+        episode.fields["reward"] = reward
     return None
 
 
@@ -415,14 +418,14 @@ def success_contradicts(world: World, rng: Rng) -> Named:
 @defect("LRN06", "arm", ("own", "robomimic"))
 def after_success(world: World, rng: Rng) -> Named:
     chosen = some(rng, world, 8)
-    for number, one in enumerate(world.episodes):
-        wins = np.zeros(one.length, bool)
-        wins[-1] = one.said["success"]
+    for number, episode in enumerate(world.episodes):
+        wins = np.zeros(episode.length, bool)
+        wins[-1] = episode.said["success"]
         if number in chosen:
-            one.said["success"], one.end = True, "terminated"
-            wins[one.length // 2 :] = True
-            one.fields["reward"][-1] = 1
-        one.fields["success"] = wins
+            episode.said["success"], episode.end = True, "terminated"
+            wins[episode.length // 2 :] = True
+            episode.fields["reward"][-1] = 1
+        episode.fields["success"] = wins
     return set(chosen)
 
 
@@ -435,8 +438,8 @@ def return_outlier(world: World, rng: Rng) -> Named:
 
 @defect("LRN08", "arm", ("own", "lerobot"))
 def task_imbalance(world: World, rng: Rng) -> Named:
-    for number, one in enumerate(world.episodes):
-        one.said["task"] = "open the drawer" if number == 5 else "pick up the cube"
+    for number, episode in enumerate(world.episodes):
+        episode.said["task"] = "open the drawer" if number == 5 else "pick up the cube"
     return None
 
 
@@ -444,9 +447,9 @@ def task_imbalance(world: World, rng: Rng) -> Named:
 def unknown_task(world: World, rng: Rng) -> Named:
     (number,) = some(rng, world)
     world.metadata["tasks"] = ["pick up the cube", "open the drawer", "close the drawer"]
-    for place, one in enumerate(world.episodes):
+    for place, episode in enumerate(world.episodes):
         index = 7 if place == number else place % 3
-        one.fields["task_index"] = np.full(one.length, index)
+        episode.fields["task_index"] = np.full(episode.length, index)
     return {number}
 
 

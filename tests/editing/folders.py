@@ -79,7 +79,7 @@ def windowed(dataset: WindowDataset) -> set[int]:
 
 def by_the_format(path: Path) -> set[str]:
     """Return the ids of the trajectories that a naive reader of `FORMAT.md` finds."""
-    return {f"{one.writer}:{one.number}" for one in trajectories_of(path)}
+    return {f"{trajectory.writer}:{trajectory.number}" for trajectory in trajectories_of(path)}
 
 
 def files(path: Path) -> dict[str, tuple[bytes, int]]:

@@ -165,7 +165,7 @@ def test_edits_equal_set_operations_and_undoing_restores_the_recording(
             untag(walk, chosen)
             said = {one: value for one, value in said.items() if one not in chosen}
         assert by_the_format(walk) == every - gone
-        found = {one.id: one.metadata.get("place") for one in rollout_data.open(walk)}
+        found = {episode.id: episode.metadata.get("place") for episode in rollout_data.open(walk)}
         assert found == {one: said.get(one) for one in every - gone}
     undrop(walk)
     untag(walk)
@@ -194,9 +194,11 @@ def test_a_tag_replaces_recorded_notes_and_untag_restores_them(tmp_path: Path) -
     assert second.success is False and recording.table["success"].tolist() == [0, 0]
     assert rollout_data.open(tmp_path).table["success"].tolist() == [1, 0]
     assert tag(tmp_path, recording.ids, task="place") == 2
-    assert [one.task for one in rollout_data.open(tmp_path)] == ["place", "place"]
+    assert [episode.task for episode in rollout_data.open(tmp_path)] == ["place", "place"]
     assert untag(tmp_path) == 2
-    assert [(one.success, one.task) for one in rollout_data.open(tmp_path)] == [(False, "pick")] * 2
+    assert [(episode.success, episode.task) for episode in rollout_data.open(tmp_path)] == [
+        (False, "pick")
+    ] * 2
 
 
 def test_a_push_carries_edits_and_their_undoing(walk: Path) -> None:
@@ -230,7 +232,7 @@ def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
     assert ids(walk) == {*every} - {*every[6:10]}
     places = {one: told[2]["place"] for one, told in content(walk).items() if "place" in told[2]}
     assert places == {one: one for one in every[10:16]}
-    assert not [one for one in os.listdir(walk) if one.startswith((".tmp", ".rollout"))]
+    assert not [name for name in os.listdir(walk) if name.startswith((".tmp", ".rollout"))]
 
 
 def test_a_running_writer_continues_and_its_dropped_trajectories_stay_dropped(
@@ -258,7 +260,7 @@ def test_a_running_writer_continues_and_its_dropped_trajectories_stay_dropped(
     with RolloutWriter(tmp_path, 2, durable=False, writer_name="live") as writer:
         writer.add(observation=np.full((2, 1), 0), action=np.zeros((2, 1)), done=[True, True])
     assert len(ids(tmp_path)) == 5 and growing[0] not in ids(tmp_path)
-    assert all(named_edit(one.name) or int(one.stem[-6:]) < 10 for one in tmp_path.glob("*.h5"))
+    assert all(named_edit(path.name) or int(path.stem[-6:]) < 10 for path in tmp_path.glob("*.h5"))
 
 
 def test_a_resumed_stream_skips_trajectories_dropped_before_and_after_its_state(walk: Path) -> None:
@@ -279,16 +281,16 @@ def test_a_resumed_stream_skips_trajectories_dropped_before_and_after_its_state(
 def test_an_incomplete_edit_is_ignored_and_a_newer_one_replaces_it(walk: Path) -> None:
     every = ids(walk)
     drop(walk, "a:1")
-    old = {one.name: one.read_bytes() for one in edit_files(walk)}
+    old = {path.name: path.read_bytes() for path in edit_files(walk)}
     drop(walk, ["a:2", "b:2"])
     assert len(edit_files(walk)) == 2 and ids(walk) == every - {"a:1", "a:2", "b:2"}
     for name, data in old.items():  # as if it had been killed before it removed them
         (walk / name).write_bytes(data)
     assert ids(walk) == every - {"a:1", "a:2", "b:2"}
-    next(one for one in edit_files(walk) if named_edit(one.name)[0] == "b").unlink()
+    next(path for path in edit_files(walk) if named_edit(path.name)[0] == "b").unlink()
     assert ids(walk) == every - {"a:1"}, "the earlier one holds"
     assert drop(walk, "b:5") == 1 and ids(walk) == every - {"a:1", "b:5"}
-    assert {named_edit(one.name)[1] for one in edit_files(walk)} == {edit_sequence(3, 2)}
+    assert {named_edit(path.name)[1] for path in edit_files(walk)} == {edit_sequence(3, 2)}
 
 
 def test_a_damaged_edit_is_reported_and_repaired_without_losing_other_edits(walk: Path) -> None:
@@ -345,7 +347,9 @@ def test_the_commands_edit_and_undo(walk: Path, capsys) -> None:
     assert ids(walk) == {one for one in every if LENGTHS[int(one[2:])] > 5} - {"a:1"}
     assert main(["keep", str(walk), "--undo"]) == 0 and ids(walk) == every
     assert main(["tag", str(walk), "a:2", "--set", "success=true", "--set", "task=walk far"]) == 0
-    assert [one.task for one in rollout_data.open(walk).filter(success=True)] == ["walk far"]
+    assert [episode.task for episode in rollout_data.open(walk).filter(success=True)] == [
+        "walk far"
+    ]
     assert main(["tag", str(walk), "a:2", "--undo"]) == 0
     assert not len(rollout_data.open(walk).filter(success=True))
     capsys.readouterr()
@@ -373,7 +377,7 @@ def test_a_tag_of_none_states_that_a_value_is_unknown(tmp_path: Path) -> None:
 
 
 def test_a_stream_follows_edits_from_its_next_scan(walk: Path) -> None:
-    every = {number_of(one) for one in rollout_data.open(walk).ids}
+    every = {number_of(name) for name in rollout_data.open(walk).ids}
     dataset = RolloutDataset(walk, 1, device="cpu", dataset_loops=2)
     begun = [int(dataset.get_batch(1).observation.reshape(-1)[0])]
     drop(walk, GONE)

@@ -41,7 +41,7 @@ def state_of(folder: Path) -> list[object]:
         if out.exists()
         else []
     )
-    return [content(folder / "walk"), [content(one) for one in parts]]
+    return [content(folder / "walk"), [content(part) for part in parts]]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_state(
         if not seen[-1]:
             WORK[name](folder)
             assert state_of(folder) == new
-        assert not [one for one in os.listdir(folder) if one.startswith(".out")]
+        assert not [name for name in os.listdir(folder) if name.startswith(".out")]
         assert {one: held for one, (held, _) in files(folder / "hurt").items()} == {
             one: held for one, (held, _) in source.items()
         }

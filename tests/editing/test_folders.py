@@ -141,7 +141,7 @@ def test_other_formats_become_folders_of_blocks(walk: Path, tmp_path: Path) -> N
     assert lengths == [3, 4, 5, 6, 7, 8]
     first = rollout_data.open(tmp_path / "parts" / "valid")[0]
     assert np.array_equal(first["observation/low"], state(1, 4)) and first.terminated is None
-    assert {one.terminated for one in rollout_data.open(tmp_path / "both")} == {None}, (
+    assert {episode.terminated for episode in rollout_data.open(tmp_path / "both")} == {None}, (
         "unknown ends stay unknown"
     )
     chosen = rollout_data.open(walk).filter(task="push")
@@ -200,11 +200,12 @@ def test_trajectories_of_a_damaged_block_are_left_out_and_named(
         assert main(["merge", str(walk), "--to", str(tmp_path / "by_command")]) == 1
     for done in (converted, merged, *parts.values()):
         assert path.name in str(done.problems[0]) and all(
-            "left out" in str(one) for one in done.problems[1:]
+            "left out" in str(problem) for problem in done.problems[1:]
         )
     assert path.name in capsys.readouterr().out
     found = {
-        folder.name: [one.metadata["id"] for one in rollout_data.open(folder)] for folder in whole
+        folder.name: [episode.metadata["id"] for episode in rollout_data.open(folder)]
+        for folder in whole
     }
     assert sorted(found["merged"]) == sorted(found["x"] + found["y"]) == intact == sorted(before)
 
@@ -224,8 +225,8 @@ def test_advice_is_in_the_result_and_raises_nothing(tmp_path: Path, capsys) -> N
         convert(path, tmp_path / "own", progress=False),
     ]
     for done in made:
-        assert done.problems == [] and [str(one) for one in done.advice] == [
-            str(one) for one in recording.advice
+        assert done.problems == [] and [str(remark) for remark in done.advice] == [
+            str(remark) for remark in recording.advice
         ]
     assert sum(part.num_trajectories for part in parts.values()) == made[0].num_trajectories == 3
     for command in (["merge"], ["convert"]):

@@ -90,7 +90,9 @@ def test_a_flipped_byte_costs_only_its_trajectory(sound: Path, tmp_path_factory,
     assert not done.problems and not done.remaining
     assert not check_folder(folder / "new").problems
     assert not [
-        one for one in doctor(folder / "new").at_least("warning") if one.code[:3] in ("FIL", "STR")
+        finding
+        for finding in doctor(folder / "new").at_least("warning")
+        if finding.code[:3] in ("FIL", "STR")
     ]
     assert files(folder / "walk") == before, "the source is not touched, nor are its times"
     left = content(folder / "new")
@@ -120,7 +122,7 @@ def test_sound_blocks_are_hard_links_and_the_report_is_complete(
     path.write_bytes(raw)
     done = repair(tmp_path / "walk", tmp_path / "new")
     blocks = (tmp_path / "new").glob("rollout_?_0*.h5")
-    linked = [one.name for one in blocks if one.samefile(tmp_path / "walk" / one.name)]
+    linked = [block.name for block in blocks if block.samefile(tmp_path / "walk" / block.name)]
     assert (
         len(linked) == len(list((tmp_path / "walk").glob("rollout_?_0*.h5"))) - 1
         and path.name not in linked
@@ -139,7 +141,7 @@ def test_sound_blocks_are_hard_links_and_the_report_is_complete(
         and action["trajectories"] == [f"a:{number}"]
         and report["source"]["checksum"]
     )
-    assert "FIL01" in [one.finding.code for one in done.actions]
+    assert "FIL01" in [action.finding.code for action in done.actions]
 
 
 def _flip(path: Path, at: int) -> None:
@@ -162,7 +164,7 @@ def _damaged_reward(path: Path) -> str:
 
 def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
     damaged = _damaged_reward(walking(tmp_path / "walk"))
-    found = {one.code for one in doctor(tmp_path / "walk").findings}
+    found = {finding.code for finding in doctor(tmp_path / "walk").findings}
     assert {"FIL01", "STA01"} <= found, "the sum of the rewards disagrees, too, and would be mended"
     done = repair(tmp_path / "walk", tmp_path / "new", only=["FIL", "STA"])
     assert (
@@ -183,9 +185,10 @@ def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
     walking(tmp_path / "sound")
     assert not (tmp_path / "other").exists()
     both = rollout_data.merge([tmp_path / "sound", tmp_path / "walk"], tmp_path / "both")
-    assert ["reward" in str(one) and "expected checksum" in str(one) for one in both.problems] == [
-        True
-    ]
+    assert [
+        "reward" in str(problem) and "expected checksum" in str(problem)
+        for problem in both.problems
+    ] == [True]
     num_sound = len(ids(tmp_path / "sound"))
     assert (
         both.num_trajectories
@@ -239,16 +242,23 @@ def test_a_copy_of_a_block_under_another_name_leaves_no_gap(tmp_path: Path) -> N
         and not done.problems
         and content(tmp_path / "new") == content(tmp_path / "walk")
     )
-    assert not [one.code for one in doctor(tmp_path / "new").findings if one.code.startswith("STR")]
+    assert not [
+        finding.code
+        for finding in doctor(tmp_path / "new").findings
+        if finding.code.startswith("STR")
+    ]
 
 
 def test_final_observations_of_wrong_successors_cost_no_row(tmp_path: Path) -> None:
-    case = next(one for one in wrong_cases() if one.name == "next_observations_current")
+    case = next(case for case in wrong_cases() if case.name == "next_observations_current")
     path, _ = case.written(tmp_path / "wrong", 0)
     done = repair(path, tmp_path / "new")
-    assert {one.finding.code for one in done.actions} >= {"END07", "END09"} and not done.remaining
-    assert [len(one) for one in rollout_data.open(done.path)] == [
-        len(one) for one in rollout_data.open(path)
+    assert {action.finding.code for action in done.actions} >= {
+        "END07",
+        "END09",
+    } and not done.remaining
+    assert [len(episode) for episode in rollout_data.open(done.path)] == [
+        len(episode) for episode in rollout_data.open(path)
     ]
 
 
@@ -292,14 +302,16 @@ def test_a_repaired_defect_has_no_finding_and_other_data_are_bit_equal(
 ) -> None:
     walking(tmp_path / "walk", change=change)
     before, old = files(tmp_path / "walk"), content(tmp_path / "walk")
-    finding = next(one for one in doctor(tmp_path / "walk").findings if one.code == code)
+    finding = next(
+        finding for finding in doctor(tmp_path / "walk").findings if finding.code == code
+    )
     plan = repair(tmp_path / "walk", tmp_path / "new", only=[code], dry_run=True)
     assert not (tmp_path / "new").exists() and all(action.kind != "-" for action in plan.actions)
     done = repair(tmp_path / "walk", tmp_path / "new", only=[code])
     assert (
         not done.remaining
         and not done.problems
-        and code not in [one.code for one in doctor(done.path).findings]
+        and code not in [finding.code for finding in doctor(done.path).findings]
     )
     new = content(tmp_path / "new")
     assert sorted(rollout_data.open(done.path).column("length").tolist()) == lengths
@@ -391,7 +403,7 @@ def test_other_formats_become_folders_of_blocks_with_the_same_bytes_each_time(
     assert (tmp_path / "set.hdf5").read_bytes(), (
         os.stat(tmp_path / "set.hdf5").st_mtime_ns == before
     )
-    old = {one.id: one for one in rollout_data.open(tmp_path / "set.hdf5")}
+    old = {episode.id: episode for episode in rollout_data.open(tmp_path / "set.hdf5")}
     for one in rollout_data.open(done.path):
         source = old[one.metadata["id"]]
         assert all(
@@ -404,7 +416,7 @@ def test_other_formats_become_folders_of_blocks_with_the_same_bytes_each_time(
     "name", ["shared_rows", "ranges_share_rows", "missing_block", "end_inside_lerobot"]
 )
 def test_a_repaired_description_has_no_finding(tmp_path: Path, name: str) -> None:
-    case = next(one for one in wrong_cases() if one.name == name)
+    case = next(case for case in wrong_cases() if case.name == name)
     path, named = case.written(tmp_path / "wrong", 0)
     whole = set(
         rollout_data.open(path, **({} if path.name == "own" else {"on_bad_index": "rebuild"})).ids
@@ -415,7 +427,7 @@ def test_a_repaired_description_has_no_finding(tmp_path: Path, name: str) -> Non
         and not done.problems
         and not doctor(done.path, only=[case.code]).findings
     )
-    left = {one.metadata.get("id", one.id) for one in rollout_data.open(done.path)}
+    left = {episode.metadata.get("id", episode.id) for episode in rollout_data.open(done.path)}
     gone = {int(one.rpartition(":")[2]) for one in whole - left}
     assert left < whole if name == "missing_block" else gone == named, (
         "left out, or divided under other names"
@@ -438,7 +450,7 @@ def test_no_repaired_defect_has_a_finding(tmp_path: Path) -> None:
 
 
 def test_trajectories_that_opening_leaves_out_are_named_apart_from_places(tmp_path: Path) -> None:
-    case = next(one for one in wrong_cases() if one.name == "missing_block")
+    case = next(case for case in wrong_cases() if case.name == "missing_block")
     path, named = case.written(tmp_path / "wrong", 0)
     (finding,), there = doctor(path, only=["STR01"]).findings, rollout_data.open(path).ids
     assert {*finding.left_out, *(there[place] for place in finding.places)} == {
@@ -496,5 +508,5 @@ def test_secrets_in_metadata_are_masked_on_request(tmp_path: Path) -> None:
         json.dumps(doctor(done.path, only=["PRV"]).as_dict())
         + (done.path / "repair.json").read_text()
     )
-    assert "PRV02" not in {one.code for one in doctor(done.path).findings}
+    assert "PRV02" not in {finding.code for finding in doctor(done.path).findings}
     assert not any(secret in texts for secret in (token, mail, home, "0123456789ab"))

@@ -15,7 +15,9 @@ def started(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
     """Start Python in a folder. Names that end in ".py" are examples. Each has one thread."""
     given = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}", "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__"]
-    command += [str(EXAMPLES / one) if one.endswith(".py") else one for one in arguments]
+    command += [
+        str(EXAMPLES / argument) if argument.endswith(".py") else argument for argument in arguments
+    ]
     return subprocess.run(
         command, cwd=folder, env=os.environ | given, capture_output=True, text=True
     )

@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.running import run
 
-#: Seconds. A busy machine needs minutes for half a minute of work.
+#: The time-out is long, because a busy machine needs minutes for half a minute of work.
 pytestmark = pytest.mark.timeout(900)
 
 

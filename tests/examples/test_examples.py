@@ -15,7 +15,7 @@ import torch
 from rollout_data import RolloutDataset, RolloutWriter
 from tests.examples.running import EXAMPLES, run
 
-#: Seconds. A busy machine needs minutes for half a minute of work.
+#: The time-out is long, because a busy machine needs minutes for half a minute of work.
 pytestmark = pytest.mark.timeout(900)
 
 #: Seconds of processor time, so that a busy machine does not fail the test.

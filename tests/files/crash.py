@@ -95,9 +95,9 @@ def check_what_is_left(folder: Path, added: int) -> dict[str, int]:
         warnings.simplefilter("always")
         writer = RolloutWriter(folder, 1)
     lost = sum(dead.num_lost_frames for dead in writer.recovered)
-    assert [f"{lost} frames are lost" in str(one.message) for one in caught] == [True] * len(
-        writer.recovered
-    )
+    assert [f"{lost} frames are lost" in str(warning.message) for warning in caught] == [
+        True
+    ] * len(writer.recovered)
     writer.close()
     left = [
         path.name
@@ -123,17 +123,21 @@ def check_recording(folder: Path) -> int:
     num_frames, (notes, store) = 0, notes_of(folder)
     keys = store.index.keys(np.arange(len(store.index)))
     said = dict(zip(keys, notes.column(store, "number"), strict=True))
-    for one in trajectories_of(folder):
-        observation = one.column("observation")
-        assert (observation[:, 0] == one.env).all() and (
+    for trajectory in trajectories_of(folder):
+        observation = trajectory.column("observation")
+        assert (observation[:, 0] == trajectory.env).all() and (
             observation[:, 1] == observation[0, 1]
         ).all()
-        assert observation[:, 2].tolist() == list(range(one.length)), "no frame is torn out"
-        assert one.column("action").tolist() == (observation[:, 2] * 2).tolist()
-        if end_of(one) not in ("", "open"):
-            assert one.finals["observation"].tolist() == [one.env, observation[0, 1], one.length]
-        assert said[one.writer, one.number] == observation[0, 1], (
+        assert observation[:, 2].tolist() == list(range(trajectory.length)), "no frame is torn out"
+        assert trajectory.column("action").tolist() == (observation[:, 2] * 2).tolist()
+        if end_of(trajectory) not in ("", "open"):
+            assert trajectory.finals["observation"].tolist() == [
+                trajectory.env,
+                observation[0, 1],
+                trajectory.length,
+            ]
+        assert said[trajectory.writer, trajectory.number] == observation[0, 1], (
             "what was said is there with the first frame"
         )
-        num_frames += one.length
+        num_frames += trajectory.length
     return num_frames

@@ -57,22 +57,24 @@ def in_order(folder):
     blocks = BlockFolder(folder)
     blocks.refresh()
     index = TrajectoryIndex(list(blocks.blocks.values()))
-    by_key = {(one.writer, one.number): one for one in trajectories_of(folder)}
+    by_key = {
+        (trajectory.writer, trajectory.number): trajectory for trajectory in trajectories_of(folder)
+    }
     keys = zip(index.writer.tolist(), index.number.tolist(), strict=True)
     found = [by_key[(index.writers[writer].rpartition(":")[2], number)] for writer, number in keys]
     return [
         (
-            one.env,
-            end_of(one),
-            one.versions,
-            one.end_time_ns,
-            one.reward_sum.tolist(),
-            {name: one.column(name).tolist() for name in one.fields},
+            trajectory.env,
+            end_of(trajectory),
+            trajectory.versions,
+            trajectory.end_time_ns,
+            trajectory.reward_sum.tolist(),
+            {name: trajectory.column(name).tolist() for name in trajectory.fields},
             None
-            if one.finals is None
-            else {name: value.tolist() for name, value in one.finals.items()},
+            if trajectory.finals is None
+            else {name: value.tolist() for name, value in trajectory.finals.items()},
         )
-        for one in found
+        for trajectory in found
     ]
 
 
@@ -229,9 +231,9 @@ def test_pack_ends_the_unfinished_trajectories_of_a_dead_writer(tmp_path):
     source = record(tmp_path / "data", num_steps=20)
     last = sorted(source.glob("rollout_*.h5"))[-1]
     last.unlink()  # the block in which the recording was closed
-    assert any(end_of(one) == "" for one in trajectories_of(source))
+    assert any(end_of(trajectory) == "" for trajectory in trajectories_of(source))
     pack_dataset(source, tmp_path / "packed")
-    assert not any(end_of(one) == "" for one in trajectories_of(tmp_path / "packed"))
+    assert not any(end_of(trajectory) == "" for trajectory in trajectories_of(tmp_path / "packed"))
 
 
 @pytest.mark.parametrize("keep", [7, pytest.param(1, marks=pytest.mark.thorough)])

@@ -49,8 +49,8 @@ def test_flat_observations_join_coded_components(folders, cache):
 
 def test_every_trajectory_is_read_back_with_its_final_observation(folders):
     ours, theirs = (trajectories_of(path) for path in folders)
-    assert [(one.env, one.length, one.flags) for one in ours] == [
-        (one.env, one.length, one.flags) for one in theirs
+    assert [(trajectory.env, trajectory.length, trajectory.flags) for trajectory in ours] == [
+        (trajectory.env, trajectory.length, trajectory.flags) for trajectory in theirs
     ]
     for one, raw in zip(ours, theirs, strict=True):
         assert (one.finals is None) == (raw.finals is None)
@@ -247,14 +247,22 @@ def test_pack_keeps_final_observations_that_only_one_of_two_codings_has(
                 )
     codecs = {header.codings["observation/c"].codec for header in blocks_of(tmp_path)}
     assert len(codecs) == 2
-    (final,) = [one.finals["observation/c"] for one in trajectories_of(tmp_path) if one.finals]
+    (final,) = [
+        trajectory.finals["observation/c"]
+        for trajectory in trajectories_of(tmp_path)
+        if trajectory.finals
+    ]
     assert main(["pack", "--in-place", str(tmp_path)]) == 0
     assert [header.codings["observation/c"].codec in codecs for header in blocks_of(tmp_path)] == [
         True
     ]
-    (packed,) = [one.finals["observation/c"] for one in trajectories_of(tmp_path) if one.finals]
+    (packed,) = [
+        trajectory.finals["observation/c"]
+        for trajectory in trajectories_of(tmp_path)
+        if trajectory.finals
+    ]
     assert packed.tobytes() == final.tobytes()
-    columns = [one.column("observation/c") for one in trajectories_of(tmp_path)]
+    columns = [trajectory.column("observation/c") for trajectory in trajectories_of(tmp_path)]
     for name, kind in zip("ab", kinds, strict=True):
         expected = values[kind][np.arange(8 if name == with_final else 40) % 8].tobytes()
         assert expected in [column.tobytes() for column in columns]

@@ -48,9 +48,9 @@ def names_of(ranks):
         assert (
             rank.num_lost_trajectories
             == len(rank.problems)
-            == len({str(one) for one in rank.problems})
+            == len({str(problem) for problem in rank.problems})
         )
-    return {str(one) for rank in ranks for one in rank.problems}
+    return {str(problem) for rank in ranks for problem in rank.problems}
 
 
 @pytest.mark.each_value
@@ -80,7 +80,7 @@ def test_the_rest_of_a_deleted_trajectory_is_not_valid_and_other_envs_do_not_cha
     for number, batch in enumerate(expected):
         if number == 3:  # again from a state, on one rank
             states = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
-            assert all(one == states[0] for one in states)
+            assert all(state == states[0] for state in states)
             named |= names_of(ranks)
             ranks = [opened(folder.data_dir, **options)]
             ranks[0].load_state_dict(states[0])
@@ -116,8 +116,8 @@ def test_each_deleted_trajectory_is_named_once(tmp_path):
             zeros = [batch.observation[~batch.valid & ~batch.is_last] for batch in rest]
             assert not torch.cat(zeros).any()
             assert other.num_lost_trajectories == 2 and len(other.problems) == 2
-            assert all("Trajectory 0 of writer" in str(one) for one in other.problems)
-    assert len([one for one in raised if "was removed" in str(one.message)]) >= 2
+            assert all("Trajectory 0 of writer" in str(problem) for problem in other.problems)
+    assert len([warning for warning in raised if "was removed" in str(warning.message)]) >= 2
 
 
 @pytest.mark.parametrize("system", ["without_maps", "cold_files"])

@@ -21,7 +21,7 @@ def test_keywords_that_are_not_recorded_are_named_in_a_warning(tmp_path):
     with RolloutWriter(tmp_path, 2) as writer:
         with pytest.warns(RolloutDataWarning) as caught:
             writer.add(**given, **derived, hidden_states=torch.full((2, 4), 7.0))
-        assert sorted(str(one.message).split("'")[1] for one in caught) == [
+        assert sorted(str(warning.message).split("'")[1] for warning in caught) == [
             "is_first",
             "next_observation",
         ]

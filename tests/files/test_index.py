@@ -171,7 +171,7 @@ def test_blocks_of_one_file_differ_by_their_names():
         replace(one, path=Path("many.h5"), name=name)
         for one, name in ((first, "demo_0"), (second, "demo_1"))
     ]
-    assert len({one.key for one in blocks}) == len({one.identity for one in blocks}) == 2
+    assert len({block.key for block in blocks}) == len({block.identity for block in blocks}) == 2
 
     class OneFile(UnmappedRows):
         def read_block(self, block, place):

@@ -303,8 +303,8 @@ def test_an_unknown_key_is_named_in_one_warning(tmp_path):
         for step in range(4):
             writer.add(**record(infos, step))
         writer.add(**record([{"later": 1}, {}, {"distance": 2}], 5))
-    texts = [str(one.message) for one in caught]
-    assert len(texts) == 2 and all(one.category is RolloutDataWarning for one in caught)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == 2 and all(warning.category is RolloutDataWarning for warning in caught)
     assert texts[0].startswith("Keys of infos are not recorded: 'distance', 'episode'. Pass")
     assert texts[1].startswith("Keys of infos are not recorded: 'later'.")
     assert caught[0].filename == __file__

@@ -376,7 +376,9 @@ def test_a_block_that_is_listed_before_its_bytes_is_read_later(tmp_path, num_sho
         for batch in iter_rest(dataset, 3):
             found += frames_of(batch)
     frames = [one[2:] for one in found]
-    assert {frame for frame in frames if frames.count(frame) == 2} >= {(one, 2) for one in range(4)}
+    assert {frame for frame in frames if frames.count(frame) == 2} >= {
+        (number, 2) for number in range(4)
+    }
     assert {(number, frame) for number in (4, 5) for frame in range(3)} <= set(frames)
     assert dataset.num_lost_trajectories == 0
 

@@ -151,8 +151,8 @@ def test_a_misspelt_name_is_warned_of_once(tmp_path, given, meant):
         meant = meant.replace("final_obs", "final_observation")
         assert [
             f"{given!r} is recorded as an extra field. Rename it if it is {meant!r}."
-            in str(one.message)
-            for one in caught
+            in str(warning.message)
+            for warning in caught
         ] == [True]
         assert caught[0].filename == __file__ and given in writer.schema
 

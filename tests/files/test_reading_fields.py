@@ -96,11 +96,11 @@ def contents_of(folder):
     """Return values, end and final observation of each trajectory, in any order."""
     return sorted(
         (
-            *(one.column(name).tobytes() for name in sorted(one.fields)),
-            end_of(one),
-            *(value.tobytes() for _, value in sorted((one.finals or {}).items())),
+            *(trajectory.column(name).tobytes() for name in sorted(trajectory.fields)),
+            end_of(trajectory),
+            *(value.tobytes() for _, value in sorted((trajectory.finals or {}).items())),
         )
-        for one in trajectories_of(folder)
+        for trajectory in trajectories_of(folder)
     )
 
 

@@ -37,8 +37,8 @@ def test_task_success_and_seed_are_stored_with_their_episode(tmp_path, mode):
     record_demonstrations(env, policy, tmp_path, min_trajectories=9, seed=7, **options)
     notes, store = notes_of(tmp_path)
     found = [
-        (notes.of(store, number), one)
-        for number, one in enumerate(trajectories_of_index(store, tmp_path))
+        (notes.of(store, number), trajectory)
+        for number, trajectory in enumerate(trajectories_of_index(store, tmp_path))
     ]
     assert len(found) >= 9
     for said, one in found:
@@ -50,7 +50,9 @@ def test_task_success_and_seed_are_stored_with_their_episode(tmp_path, mode):
 
 
 def trajectories_of_index(store, folder):
-    found = {(one.writer, one.number): one for one in trajectories_of(folder)}
+    found = {
+        (trajectory.writer, trajectory.number): trajectory for trajectory in trajectories_of(folder)
+    }
     return [found[key] for key in store.index.keys(np.arange(len(store.index)))]
 
 

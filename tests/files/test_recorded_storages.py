@@ -128,7 +128,13 @@ def test_nested_final_observations_are_recorded(tmp_path, form):
         )
     }
     found = record(tmp_path, filled(RolloutStorage), **finals)
-    assert [one.finals is not None for one in found] == [True, True, False, False, False]
+    assert [trajectory.finals is not None for trajectory in found] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     for one, step in zip(found[:2], (1, 2), strict=True):
         assert one.finals.keys() == NUMBERS.keys()
         for name, number in NUMBERS.items():
@@ -156,9 +162,12 @@ def test_a_queue_with_nested_observations_is_recorded_in_the_order_of_time(tmp_p
 @pytest.mark.parametrize("kind", KINDS)
 def test_policy_outputs_are_recorded_with_their_declared_shapes_and_dtypes(tmp_path, kind):
     found = record(tmp_path, filled(kind, policy_outputs=OUTPUTS), include=("values",))
-    for one, (env, steps) in zip(found, CUTS, strict=True):
-        assert not {"mu", "sigma"} & set(one.fields) and "values" in one.fields
-        logits, option = one.column("policy_outputs/logits"), one.column("policy_outputs/option/id")
+    for trajectory, (env, steps) in zip(found, CUTS, strict=True):
+        assert not {"mu", "sigma"} & set(trajectory.fields) and "values" in trajectory.fields
+        logits, option = (
+            trajectory.column("policy_outputs/logits"),
+            trajectory.column("policy_outputs/option/id"),
+        )
         assert str(option.dtype) == "int64" and option.tolist() == [
             120 + 10 * step + env for step in steps
         ]

@@ -80,17 +80,17 @@ NAMES = {
 def check_counting(folder, form="array"):
     found = trajectories_of(folder)
     name, count = NAMES[form]
-    for one in found:
-        state = one.column(name)
+    for trajectory in found:
+        state = trajectory.column(name)
         episode = int(state[0, 1])
-        assert (state[:, 0] == one.env).all() and (state[:, 1] == episode).all()
-        assert state[:, 2].tolist() == list(range(one.length))
-        assert one.column("reward").tolist() == list(range(1, one.length + 1))
-        if end_of(one) != "open":
-            assert one.length == one.env + episode % 3 + 2
-            assert end_of(one) == ("terminated" if episode % 2 == 0 else "truncated")
-            assert one.finals[name].tolist() == [one.env, episode, one.length]
-            assert count is None or one.finals[count] == one.length
+        assert (state[:, 0] == trajectory.env).all() and (state[:, 1] == episode).all()
+        assert state[:, 2].tolist() == list(range(trajectory.length))
+        assert trajectory.column("reward").tolist() == list(range(1, trajectory.length + 1))
+        if end_of(trajectory) != "open":
+            assert trajectory.length == trajectory.env + episode % 3 + 2
+            assert end_of(trajectory) == ("terminated" if episode % 2 == 0 else "truncated")
+            assert trajectory.finals[name].tolist() == [trajectory.env, episode, trajectory.length]
+            assert count is None or trajectory.finals[count] == trajectory.length
     return found
 
 
@@ -105,7 +105,7 @@ def test_every_autoreset_mode_records_the_same_true_episodes(tmp_path, mode, for
     assert summary.num_frames == sum(one.length for one in found)
     for env in range(3):
         episodes = [one for one in found if one.env == env]
-        assert [int(one.column(NAMES[form][0])[0, 1]) for one in episodes] == list(
+        assert [int(episode.column(NAMES[form][0])[0, 1]) for episode in episodes] == list(
             range(len(episodes))
         )
 
@@ -115,9 +115,9 @@ def test_discrete_actions_are_recorded_as_executed(tmp_path):
     record_demonstrations(
         envs, lambda obs: [[1], [2], [3]], tmp_path, min_timesteps=20, show_progress=False
     )
-    for one in trajectories_of(tmp_path):
-        assert one.column("action").dtype == np.int64
-        assert (one.column("action") == one.env + 1).all()
+    for trajectory in trajectories_of(tmp_path):
+        assert trajectory.column("action").dtype == np.int64
+        assert (trajectory.column("action") == trajectory.env + 1).all()
 
 
 @pytest.mark.parametrize("discrete", [True, False])
@@ -134,10 +134,10 @@ def test_actions_are_recorded_in_the_dtype_of_their_space(tmp_path, discrete):
             lambda actions: np.array(actions, np.float64),
         ):
             wrapper.step(form(given))
-    for one in check_counting(tmp_path):
-        action = one.column("action")
+    for trajectory in check_counting(tmp_path):
+        action = trajectory.column("action")
         assert action.dtype == (np.int64 if discrete else np.float32)
-        assert action.tolist() == [given[one.env]] * one.length
+        assert action.tolist() == [given[trajectory.env]] * trajectory.length
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -155,9 +155,9 @@ def test_reset_async_and_reset_wait_are_recorded(tmp_path, mode):
                 wrapper.reset_async(options={"reset_mask": terminated | truncated})
                 wrapper.reset_wait()
     ends = {
-        int(one.column("observation")[0, 1]): end_of(one)
-        for one in check_counting(tmp_path)
-        if one.env == 0
+        int(trajectory.column("observation")[0, 1]): end_of(trajectory)
+        for trajectory in check_counting(tmp_path)
+        if trajectory.env == 0
     }
     assert (
         sorted(ends) == list(range(len(ends)))
@@ -185,9 +185,9 @@ def test_actions_of_a_tuple_space_are_executed_as_a_tuple_and_recorded_by_number
     record_demonstrations(
         envs, lambda observation: actions, tmp_path, min_timesteps=8, show_progress=False
     )
-    for one in trajectories_of(tmp_path):
-        assert one.column("action/0").tolist() == [3] * one.length
-        assert one.column("action/1").tolist() == [[0.25, -0.5]] * one.length
+    for trajectory in trajectories_of(tmp_path):
+        assert trajectory.column("action/0").tolist() == [3] * trajectory.length
+        assert trajectory.column("action/1").tolist() == [[0.25, -0.5]] * trajectory.length
 
 
 def test_a_torch_module_receives_a_tuple_of_tensors(tmp_path):
@@ -286,20 +286,20 @@ def test_the_batched_tensor_convention_is_recorded(tmp_path, has_privileged):
     )
     found = trajectories_of(tmp_path)
     assert len(found) == summary.num_trajectories
-    for one in found:
-        state = one.column("observation")
-        assert state[:, 2].tolist() == list(range(one.length))
-        assert (one.column("action") == np.float32(0.9)).all(), (
+    for trajectory in found:
+        state = trajectory.column("observation")
+        assert state[:, 2].tolist() == list(range(trajectory.length))
+        assert (trajectory.column("action") == np.float32(0.9)).all(), (
             "the policy's action, not the simulator's clipped one"
         )
-        assert one.column("reward").shape == (one.length, 1)
+        assert trajectory.column("reward").shape == (trajectory.length, 1)
         if has_privileged:
             np.testing.assert_array_equal(
-                one.column("privileged_observation"), state.astype(np.float64) * 2
+                trajectory.column("privileged_observation"), state.astype(np.float64) * 2
             )
-        if end_of(one) != "open":
-            assert end_of(one) == ("truncated" if state[0, 1] % 2 else "terminated")
-            assert one.finals["observation"][2] == one.length
+        if end_of(trajectory) != "open":
+            assert end_of(trajectory) == ("truncated" if state[0, 1] % 2 else "terminated")
+            assert trajectory.finals["observation"][2] == trajectory.length
 
 
 def test_recording_continues_an_existing_folder(tmp_path):
@@ -329,7 +329,10 @@ def test_a_simulator_without_infos_is_recorded(tmp_path):
         min_trajectories=4,
         show_progress=False,
     )
-    assert {end_of(one) for one in trajectories_of(tmp_path)} <= {"terminated", "open"}
+    assert {end_of(trajectory) for trajectory in trajectories_of(tmp_path)} <= {
+        "terminated",
+        "open",
+    }
 
 
 def test_unfinished_trajectories_do_not_count_for_the_goal_of_the_next_recording(tmp_path):
@@ -339,9 +342,12 @@ def test_unfinished_trajectories_do_not_count_for_the_goal_of_the_next_recording
         )
 
     first = record(6)
-    num_open = sum(end_of(one) == "open" for one in trajectories_of(tmp_path))
+    num_open = sum(end_of(trajectory) == "open" for trajectory in trajectories_of(tmp_path))
     assert num_open and record(first.num_trajectories).num_new_trajectories >= num_open
-    assert sum(end_of(one) != "open" for one in trajectories_of(tmp_path)) >= first.num_trajectories
+    assert (
+        sum(end_of(trajectory) != "open" for trajectory in trajectories_of(tmp_path))
+        >= first.num_trajectories
+    )
 
 
 def test_continuing_a_folder_with_the_same_seed_records_other_episodes(tmp_path):
@@ -360,7 +366,9 @@ def test_continuing_a_folder_with_the_same_seed_records_other_episodes(tmp_path)
             envs, zeros, folder, min_trajectories=starts.goal, seed=5, show_progress=False
         )
         starts.goal += 9
-        return [tuple(one.column("observation")[0]) for one in trajectories_of(folder)]
+        return [
+            tuple(trajectory.column("observation")[0]) for trajectory in trajectories_of(folder)
+        ]
 
     starts.goal = 9
     once = starts(tmp_path / "a")
@@ -418,7 +426,7 @@ def test_ctrl_c_publishes_what_was_recorded(tmp_path):
         record_demonstrations(
             make_envs("SameStep"), policy, tmp_path, min_timesteps=10**6, show_progress=False
         )
-    assert sum(one.length for one in check_counting(tmp_path)) == 29 * 3
+    assert sum(trajectory.length for trajectory in check_counting(tmp_path)) == 29 * 3
     assert not list(tmp_path.glob(".rollout_*")) and not list(tmp_path.glob(".tmp_*"))
 
 
@@ -498,9 +506,9 @@ def test_a_single_environment_is_recorded_as_a_batch_of_one(tmp_path, form):
     )
     found = check_counting(tmp_path, form)
     assert summary.num_trajectories == len(found) == 7 and env.seeds == [5] + [None] * 7
-    assert [int(one.column(NAMES[form][0])[0, 1]) for one in found] == list(range(7)), (
-        "each from its first frame on"
-    )
+    assert [int(trajectory.column(NAMES[form][0])[0, 1]) for trajectory in found] == list(
+        range(7)
+    ), "each from its first frame on"
     for one in found:
         assert (
             one.column("action").tolist() == [3] * one.length
@@ -524,7 +532,7 @@ def test_the_wrapper_of_a_single_environment_returns_its_values_unchanged(tmp_pa
         gymnasium.wrappers.TimeLimit(Single(), 9), tmp_path / "a", success_only=True
     ) as wrapper:
         assert play(wrapper) == play(gymnasium.wrappers.TimeLimit(Single(), 9))
-    assert {end_of(one) for one in check_counting(tmp_path / "a")} == {"terminated"}
+    assert {end_of(trajectory) for trajectory in check_counting(tmp_path / "a")} == {"terminated"}
     with RecordingWrapper(Single(), tmp_path / "b") as wrapper:
         play(wrapper)
     found = check_counting(tmp_path / "b")
@@ -577,4 +585,4 @@ def test_a_single_environment_with_autoreset_needs_the_argument_autoreset(tmp_pa
         gymnasium.wrappers.Autoreset(Single()), tmp_path / "b", autoreset="next_step"
     ) as wrapper:
         play(wrapper)
-    assert [one.length for one in check_counting(tmp_path / "b")] == [2, 3, 2]
+    assert [trajectory.length for trajectory in check_counting(tmp_path / "b")] == [2, 3, 2]

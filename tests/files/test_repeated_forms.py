@@ -97,8 +97,13 @@ def recorded(folder, steps, with_changing_forms):
                 errors.append(f"{type(error).__name__}: {error}")
         counts = writer.num_frames, writer.num_trajectories, writer.num_nonfinite_rewards
     content = [
-        (one.number, one.flags, {n: one.column(n).tobytes() for n in one.fields}, str(one.finals))
-        for one in trajectories_of(folder)
+        (
+            trajectory.number,
+            trajectory.flags,
+            {n: trajectory.column(n).tobytes() for n in trajectory.fields},
+            str(trajectory.finals),
+        )
+        for trajectory in trajectories_of(folder)
     ]
     return errors, counts, content
 
@@ -117,7 +122,7 @@ def test_a_repeated_step_is_copied(tmp_path):
             observation.fill_(t)  # the caller may change its memory after each call
             done[:] = t == 2
             writer.add(observation=observation, action=torch.zeros(N), done=done)
-    for one in trajectories_of(tmp_path):
-        start = 0 if one.length == 3 else 3
-        expected = np.arange(start, start + one.length, dtype=np.float32)
-        assert (one.column("observation/b") == expected[:, None, None]).all()
+    for trajectory in trajectories_of(tmp_path):
+        start = 0 if trajectory.length == 3 else 3
+        expected = np.arange(start, start + trajectory.length, dtype=np.float32)
+        assert (trajectory.column("observation/b") == expected[:, None, None]).all()

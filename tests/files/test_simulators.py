@@ -101,7 +101,9 @@ def check(folder, name, has_all=True):
                 one.length + 0.5,
             ]
     for env in range(N if has_all else 0):
-        episodes = sorted(int(one.column(field)[0, 1]) for one in found if one.env == env)
+        episodes = sorted(
+            int(trajectory.column(field)[0, 1]) for trajectory in found if trajectory.env == env
+        )
         assert episodes == list(range(1, len(episodes) + 1)), "each episode once"
     return found
 
@@ -155,7 +157,7 @@ def test_the_wrapper_returns_the_values_of_the_environment_unchanged(tmp_path, n
         wrapper.close()
     wrapper.close()
     assert (
-        sum(one.length for one in check(tmp_path, name))
+        sum(trajectory.length for trajectory in check(tmp_path, name))
         == wrapper.rollout_writer.num_frames
         > 20 * N
     )
@@ -185,7 +187,7 @@ def test_an_env_without_known_resets_raises_and_asks_for_autoreset(tmp_path, for
     with pytest.raises(UsageError) as caught:
         record_demonstrations(env, policy_of(env), tmp_path, min_timesteps=100, show_progress=False)
     assert "autoreset='next_step', 'same_step' or 'disabled'" in str(caught.value)
-    assert {end_of(one) for one in trajectories_of(tmp_path)} == {"open"}
+    assert {end_of(trajectory) for trajectory in trajectories_of(tmp_path)} == {"open"}
     with pytest.raises(
         UsageError,
         match="autoreset must be one of 'next_step', 'disabled', 'same_step', got 'nextstep'",
@@ -227,10 +229,10 @@ def test_a_final_observation_of_the_policy_group_alone_is_recorded(tmp_path, for
 
     env = Partly("torch")
     record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=8, show_progress=False)
-    for one in check_frames(tmp_path):
-        assert one.finals["observation"].tolist() == [
-            *one.column("observation")[0, :2].tolist(),
-            one.length,
+    for trajectory in check_frames(tmp_path):
+        assert trajectory.finals["observation"].tolist() == [
+            *trajectory.column("observation")[0, :2].tolist(),
+            trajectory.length,
         ]
 
 
@@ -259,19 +261,19 @@ def test_only_ends_without_final_observation_have_no_final_row(tmp_path, form):
     )
     found = check_frames(tmp_path)
     assert len(found) == 6
-    for one in found:
-        assert one.length == 3 and end_of(one) == "terminated"
-        assert (one.finals is None) == (one.env == 1)
-        if one.finals:
-            assert one.finals["observation"].tolist() == [
-                *one.column("observation")[0, :2].tolist(),
+    for trajectory in found:
+        assert trajectory.length == 3 and end_of(trajectory) == "terminated"
+        assert (trajectory.finals is None) == (trajectory.env == 1)
+        if trajectory.finals:
+            assert trajectory.finals["observation"].tolist() == [
+                *trajectory.column("observation")[0, :2].tolist(),
                 3,
             ]
 
 
 def check_frames(folder):
     """Return the episodes that ended, after a check that all their frames exist."""
-    found = [one for one in trajectories_of(folder) if end_of(one) != "open"]
+    found = [trajectory for trajectory in trajectories_of(folder) if end_of(trajectory) != "open"]
     for one in found:
         state = one.column("observation")
         assert state.tolist() == [[one.env, state[0, 1], t] for t in range(one.length)]
@@ -288,7 +290,7 @@ def test_success_is_read_from_every_form_of_infos(tmp_path, name):
     )
     found = check(tmp_path / "a", name, has_all=False)
     assert len(found) == summary.num_trajectories >= 8
-    assert {int(one.column("observation")[0, 1]) % 3 for one in found} == {1}
+    assert {int(trajectory.column("observation")[0, 1]) % 3 for trajectory in found} == {1}
     assert {end_of(one) for one in found} == {"terminated", "truncated"}, (
         "a timeout is no success by itself"
     )
@@ -441,7 +443,7 @@ def test_steps_on_a_gpu_are_recorded_without_waiting(cuda_device, tmp_path, name
             if number in (0, 7):
                 assert wrapper.rollout_writer.num_frames > 0
         num_frames = wrapper.rollout_writer.num_frames
-    assert sum(one.length for one in check(tmp_path, name)) == num_frames > 20 * N
+    assert sum(trajectory.length for trajectory in check(tmp_path, name)) == num_frames > 20 * N
 
 
 @pytest.mark.gpu

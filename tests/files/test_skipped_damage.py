@@ -111,7 +111,7 @@ def test_each_damaged_trajectory_of_a_batch_is_named(damaged, reading):
     dataset = opened(damaged, on_error="skip")
     list(read_by(dataset, reading))
     assert dataset.num_lost_trajectories == 2
-    assert sorted(str(one).split(".h5")[0][-8:] for one in dataset.problems) == [
+    assert sorted(str(problem).split(".h5")[0][-8:] for problem in dataset.problems) == [
         "w_000002",
         "w_000003",
     ]

@@ -56,9 +56,11 @@ def test_steps_of_any_memory_layout_are_copied(tmp_path_factory, parts, seed, bl
                     expected[name].append(values.copy())
     found = trajectories_of(folder)
     assert len(found) == (N if any(count for count, _ in parts) else 0)
-    for one in found:
+    for trajectory in found:
         for name, copies in expected.items():
-            np.testing.assert_array_equal(one.column(name), np.concatenate(copies)[:, one.env])
+            np.testing.assert_array_equal(
+                trajectory.column(name), np.concatenate(copies)[:, trajectory.env]
+            )
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2)])

@@ -35,7 +35,7 @@ def make(folder, **options):
 
 
 def frames_in(folder):
-    return sum(one.length for one in trajectories_of(folder))
+    return sum(trajectory.length for trajectory in trajectories_of(folder))
 
 
 def test_a_record_may_be_a_mapping_a_named_tuple_or_an_object(tmp_path):
@@ -69,9 +69,9 @@ def test_a_record_may_be_a_mapping_a_named_tuple_or_an_object(tmp_path):
     with make(tmp_path) as writer:
         for form in forms:
             writer.add(form)
-    for one in trajectories_of(tmp_path):
-        assert sorted(one.fields) == ["action", "observation", "reward"]
-        assert one.column("observation").tolist() == [[5] * 4] * 4
+    for trajectory in trajectories_of(tmp_path):
+        assert sorted(trajectory.fields) == ["action", "observation", "reward"]
+        assert trajectory.column("observation").tolist() == [[5] * 4] * 4
 
 
 def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
@@ -130,9 +130,9 @@ def test_a_queue_is_recorded_in_the_order_of_time_at_any_cursor(tmp_path, num_st
     with make(tmp_path) as writer:
         writer.add_rollout(storage)
     newest = list(range(max(num_steps - 8, 0), num_steps))
-    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [
-        newest
-    ] * N
+    assert [
+        trajectory.column("observation")[:, 0].tolist() for trajectory in trajectories_of(tmp_path)
+    ] == [newest] * N
     assert storage.step == cursor
 
 
@@ -143,9 +143,9 @@ def test_values_may_change_after_add(tmp_path):
         for value in values.values():
             value[...] = 7
         writer.add(**step(2))
-    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [
-        [1, 2]
-    ] * N
+    assert [
+        trajectory.column("observation")[:, 0].tolist() for trajectory in trajectories_of(tmp_path)
+    ] == [[1, 2]] * N
 
 
 def test_arrays_of_any_memory_layout_are_accepted(tmp_path):
@@ -267,7 +267,9 @@ def test_discarded_trajectories_lose_their_published_parts_too(tmp_path):
         with pytest.raises(UsageError, match="ids must be in 0:3"):
             writer.discard([3])
     found = trajectories_of(tmp_path)
-    assert [(one.env, one.column("observation")[:, 0].tolist()) for one in found] == [
+    assert [
+        (trajectory.env, trajectory.column("observation")[:, 0].tolist()) for trajectory in found
+    ] == [
         (2, [0, 1, 2]),
         (0, [1, 2]),
         (1, [2]),
@@ -304,7 +306,11 @@ def test_end_times_are_strictly_increasing_even_if_the_clock_stops(tmp_path, mon
     with make(tmp_path) as writer:
         for t in range(4):
             writer.add(**step(t, done=[t == 2, t == 1, t == 3]))
-    assert [one.end_time_ns for one in trajectories_of(tmp_path)][:3] == [1002, 1001, 1003]
+    assert [trajectory.end_time_ns for trajectory in trajectories_of(tmp_path)][:3] == [
+        1002,
+        1001,
+        1003,
+    ]
 
 
 def test_blocks_are_cut_by_age(tmp_path, monkeypatch):
@@ -361,7 +367,7 @@ def test_a_name_used_before_continues_its_numbering(tmp_path):
             with pytest.raises(UsageError, match=r"is in use in .* by another writer"):
                 make(tmp_path, writer_name="robot-1")
     assert [header.sequence for header in blocks_of(tmp_path)] == [0, 1]
-    assert [one.number for one in trajectories_of(tmp_path)] == list(range(2 * N))
+    assert [trajectory.number for trajectory in trajectories_of(tmp_path)] == list(range(2 * N))
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 4])
@@ -386,10 +392,10 @@ def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(
         (writer.add if is_step else writer.add_rollout)(**record, **ends)
     found = sorted(trajectories_of(tmp_path), key=lambda one: one.column("observation/b").flat[0])
     rows = values.reshape(-1, num_envs, 3)
-    assert [one.column("observation/b").tolist() for one in found] == [
+    assert [trajectory.column("observation/b").tolist() for trajectory in found] == [
         [row.tolist()] for row in rows
     ]
-    assert [one.finals["observation/b"].tolist() for one in found] == rows.tolist()
+    assert [trajectory.finals["observation/b"].tolist() for trajectory in found] == rows.tolist()
 
 
 @pytest.mark.parametrize("is_step", [True, False])
@@ -412,7 +418,8 @@ def test_a_component_may_be_a_number(tmp_path, is_step, tail):
                 final_observation=finals,
             )
     found = [
-        (one.column("observation/height").tolist(), one.finals) for one in trajectories_of(tmp_path)
+        (trajectory.column("observation/height").tolist(), trajectory.finals)
+        for trajectory in trajectories_of(tmp_path)
     ]
     assert sorted(values for values, _ in found) == [
         [value] for value in sorted([*height.flat, *height.flat])

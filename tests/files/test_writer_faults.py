@@ -34,7 +34,7 @@ def step(t=0):
 
 
 def frames_in(folder):
-    return sum(one.length for one in trajectories_of(folder))
+    return sum(trajectory.length for trajectory in trajectories_of(folder))
 
 
 def check_left(folder, num_frames):

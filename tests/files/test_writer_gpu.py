@@ -131,7 +131,9 @@ def test_an_error_of_a_gpu_step_is_raised_later_and_loses_only_that_step(any_dev
     if end != "close":
         writer.add(**good[3])
         writer.close()
-    recorded = sum(one.length for one in trajectories_of(tmp_path / "gpu")) // NUM_ENVS
+    recorded = (
+        sum(trajectory.length for trajectory in trajectories_of(tmp_path / "gpu")) // NUM_ENVS
+    )
     assert recorded == 1 if end == "close" else recorded >= 2
 
 
@@ -173,7 +175,9 @@ def test_the_error_of_a_late_step_has_the_errors_of_the_other_late_steps(
     assert ("Another step was refused too: " in text) == (end != "failed close")
     writer.close()
     monkeypatch.undo()
-    recorded = sum(one.length for one in trajectories_of(tmp_path / "gpu")) // NUM_ENVS
+    recorded = (
+        sum(trajectory.length for trajectory in trajectories_of(tmp_path / "gpu")) // NUM_ENVS
+    )
     assert recorded == {"add": 3, "failed close": 1}.get(end, 2)
 
 
@@ -376,8 +380,8 @@ def test_ctrl_c_in_any_line_counts_no_step_of_a_wrapped_environment_twice(cuda_d
         wrapped.step(actions)
         wrapped.rollout_writer.close()
         recorded = {
-            (one.env, one.length, float(one.column("reward").sum()))
-            for one in trajectories_of(folder)
+            (trajectory.env, trajectory.length, float(trajectory.column("reward").sum()))
+            for trajectory in trajectories_of(folder)
         }
         assert {(one.env_id, one.length, one.total_reward) for one in ended} == recorded, place
         assert wrapped.rollout_writer.num_frames == sum(length for _, length, _ in recorded), place

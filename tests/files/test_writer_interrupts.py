@@ -53,7 +53,9 @@ def add(writer: RolloutWriter, step: int) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     return sorted(
-        int(step) for one in trajectories_of(folder) for step in one.column("observation")[:, 0]
+        int(step)
+        for trajectory in trajectories_of(folder)
+        for step in trajectory.column("observation")[:, 0]
     )
 
 

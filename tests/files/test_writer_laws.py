@@ -90,7 +90,10 @@ def check_same(
     expected = naive_trajectories(values, success_only, discards)
     got = trajectories_of(folder)
     assert len(got) == len(expected)
-    by_key = {(one.env, float(one.column("observation/state")[0, 0])): one for one in got}
+    by_key = {
+        (trajectory.env, float(trajectory.column("observation/state")[0, 0])): trajectory
+        for trajectory in got
+    }
     for trajectory in expected:
         frames = tuple(np.array(trajectory["frames"]).T)
         one = by_key[(trajectory["env"], float(values["observation"]["state"][frames][0, 0]))]

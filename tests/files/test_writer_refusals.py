@@ -39,7 +39,7 @@ def make(folder, **options):
 
 
 def frames_in(folder):
-    return sum(one.length for one in trajectories_of(folder))
+    return sum(trajectory.length for trajectory in trajectories_of(folder))
 
 
 LOOP: dict[str, Any] = {}
@@ -155,9 +155,9 @@ def test_a_wrong_record_raises_and_the_writer_continues(tmp_path, change, kind, 
                     **{name: value for name, value in rollout.items() if value is not None}
                 )
         writer.add(**step(3))
-    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [
-        [1, 3]
-    ] * N
+    assert [
+        trajectory.column("observation")[:, 0].tolist() for trajectory in trajectories_of(tmp_path)
+    ] == [[1, 3]] * N
 
 
 @pytest.mark.parametrize(

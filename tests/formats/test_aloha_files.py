@@ -43,7 +43,7 @@ def aloha(folder: Path, kind: str = "raw") -> Path:
             for camera in ("high", "left"):
                 name = f"observations/images/{camera}"
                 pictures = [halves(number, frame) for frame in range(length)]
-                data = [jpeg(one) for one in pictures]
+                data = [jpeg(picture) for picture in pictures]
                 if kind == "raw":
                     file.create_dataset(name, data=np.stack(pictures), chunks=(1, 32, 48, 3))
                 elif kind == "padded":
@@ -70,7 +70,7 @@ def test_episodes_of_aloha_come_in_numeric_order_with_their_pictures(
 ) -> None:
     recording = rollout_data.open(aloha(tmp_path / "x", kind))
     assert (recording.format, recording.problems) == ("aloha", [])
-    assert [one.id for one in recording] == ["episode_2", "episode_9", "episode_10"]
+    assert [episode.id for episode in recording] == ["episode_2", "episode_9", "episode_10"]
     for (number, length), episode in zip(LENGTHS.items(), recording, strict=True):
         np.testing.assert_array_equal(episode.action, actions(number, length))
         np.testing.assert_array_equal(episode["base_action"], values(number, length, 2))
@@ -102,7 +102,7 @@ def test_bgr_pictures_are_converted_to_rgb_on_request(tmp_path: Path) -> None:
 
 def test_one_file_of_aloha_is_a_recording(tmp_path: Path) -> None:
     path = aloha(tmp_path / "x") / "episode_10.hdf5"
-    assert [one.id for one in rollout_data.open(path)] == ["episode_10"]
+    assert [episode.id for episode in rollout_data.open(path)] == ["episode_10"]
 
 
 #: What is wrong with episode 9 -> what its problem says.
@@ -129,7 +129,7 @@ def test_a_damaged_file_leaves_out_its_episode_only(tmp_path: Path, what: str) -
     folder = aloha(tmp_path / "x", "padded")
     edited(folder / "episode_9.hdf5", change)
     recording = rollout_data.open(folder)
-    assert [one.id for one in recording] == ["episode_2", "episode_10"]
+    assert [episode.id for episode in recording] == ["episode_2", "episode_10"]
     with pytest.raises(DataFileError, match=said):
         raise recording.problems[0]
 
@@ -265,13 +265,15 @@ def test_a_json_of_other_trajectories_is_refused_unless_the_index_is_rebuilt(
     ):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")
-    assert [one.id for one in recording] == ["traj_2", "traj_10"] and len(recording.problems) == 1
+    assert [episode.id for episode in recording] == ["traj_2", "traj_10"] and len(
+        recording.problems
+    ) == 1
 
 
 def test_a_maniskill_file_without_its_json_is_read_and_reported(tmp_path: Path) -> None:
     shutil.copy(next((ROOT / "maniskill").glob("*.h5")), tmp_path / "x.h5")
     recording = rollout_data.open(tmp_path / "x.h5")
-    assert [one.success for one in recording] == [True, False, True] and "x.json" in str(
+    assert [episode.success for episode in recording] == [True, False, True] and "x.json" in str(
         recording.problems[0]
     )
     (tmp_path / "x.json").write_text("{")
@@ -294,6 +296,6 @@ def test_only_a_trajectory_with_wrong_rows_is_left_out(
         maniskill(tmp_path / "x.h5"), lambda file: replace(file, f"traj_10/{name}", change)
     )
     recording = rollout_data.open(path)
-    assert [one.id for one in recording] == ["traj_2", "traj_9"] and "traj_10" in str(
+    assert [episode.id for episode in recording] == ["traj_2", "traj_9"] and "traj_10" in str(
         recording.problems[0]
     )

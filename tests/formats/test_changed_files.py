@@ -76,7 +76,9 @@ def check_as_opened(read: Callable[[], Any], expected: Any, path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [rewrite, replace, Path.unlink], ids=["rewritten", "replaced", "removed"]
 )
-@pytest.mark.parametrize("case", CASES, ids=[one.name.removesuffix(".case.json") for one in CASES])
+@pytest.mark.parametrize(
+    "case", CASES, ids=[case.name.removesuffix(".case.json") for case in CASES]
+)
 def test_files_that_changed_after_opening_are_refused_by_name(
     tmp_path: Path, case: Path, change: Any
 ) -> None:

@@ -67,7 +67,8 @@ def test_the_final_text_of_a_text_space_is_read_and_stays_in_our_format(tmp_path
             assert episode.final_observation["word"] == f"w{number}3"
             assert episode.final_observation["at"].tolist() == [3]
     assert (
-        not [one for one in done.changes if "word" in one or "final" in one] and not done.problems
+        not [change for change in done.changes if "word" in change or "final" in change]
+        and not done.problems
     )
 
 
@@ -113,7 +114,7 @@ def test_texts_that_some_episodes_lack_are_left_out_of_our_format_and_named(tmp_
                 demo["words"] = ["a", "b", "c"]
     done = rollout_data.convert(tmp_path / "x.hdf5", tmp_path / "own", progress=False)
     assert done.changes["field 'words' is left out: some episodes do not have it"] == ["demo_1"]
-    assert [one.texts for one in rollout_data.open(tmp_path / "own")] == [
+    assert [episode.texts for episode in rollout_data.open(tmp_path / "own")] == [
         (),
         (),
     ] and not done.problems

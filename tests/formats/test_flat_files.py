@@ -59,7 +59,7 @@ def flat(path: Path, timeouts: bool = True, nexts: bool = False, wide: bool = Fa
 
 
 def check_flat(recording: rollout_data.Recording, has_final: bool = False) -> None:
-    assert [len(one) for one in recording] == [length for length, _ in EPISODES]
+    assert [len(episode) for episode in recording] == [length for length, _ in EPISODES]
     for number, (episode, (length, end)) in enumerate(zip(recording, EPISODES, strict=True)):
         np.testing.assert_array_equal(episode.observation, values(number, length))
         np.testing.assert_array_equal(
@@ -87,16 +87,16 @@ def test_files_without_timeouts_require_the_length_of_episodes(tmp_path: Path) -
     with pytest.raises(UsageError, match="max_episode_steps"):
         rollout_data.open(path)
     recording = rollout_data.open(path, max_episode_steps=3)
-    assert [len(one) for one in recording] == [3, 3, 3, 1]
-    assert [one.terminated for one in recording] == [True, False, False, False]
-    assert [one.truncated for one in recording] == [False, True, True, False]
+    assert [len(episode) for episode in recording] == [3, 3, 3, 1]
+    assert [episode.terminated for episode in recording] == [True, False, False, False]
+    assert [episode.truncated for episode in recording] == [False, True, True, False]
     np.testing.assert_array_equal(recording[3].reward, [9])
 
 
 def test_terminals_that_mark_goals_end_no_episode_on_request(tmp_path: Path) -> None:
     recording = rollout_data.open(flat(tmp_path / "x.hdf5"), terminals_end=False)
-    assert [len(one) for one in recording] == [4, 4, 2]
-    assert [one.terminated for one in recording] == [None] * 3
+    assert [len(episode) for episode in recording] == [4, 4, 2]
+    assert [episode.terminated for episode in recording] == [None] * 3
     np.testing.assert_array_equal(recording[0]["terminals"], [False, False, True, False])
 
 
@@ -157,9 +157,9 @@ def test_the_error_of_a_folder_of_recordings_lists_its_content(tmp_path: Path) -
 
 def test_real_files_of_d4rl_are_cut_at_their_flags() -> None:
     recording = rollout_data.open(ROOT / "d4rl" / "hopper_scripted.hdf5")
-    assert [len(one) for one in recording] == [24, 24, 24, 24, 12, 12]
+    assert [len(episode) for episode in recording] == [24, 24, 24, 24, 12, 12]
     recording = rollout_data.open(ROOT / "d4rl" / "hopper_no_timeouts.hdf5", max_episode_steps=24)
-    assert {len(one) for one in recording} == {24}
+    assert {len(episode) for episode in recording} == {24}
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,10 @@ def test_a_ring_is_read_in_the_order_of_writing(
     assert recording.problems == []
     # The run has no resets
     assert all(
-        "start with the final observation of the previous" in str(one) for one in recording.advice
+        "start with the final observation of the previous" in str(remark)
+        for remark in recording.advice
     )
-    assert [one.reward.tolist() for one in recording] == expected
+    assert [episode.reward.tolist() for episode in recording] == expected
     for episode, steps in zip(recording, expected, strict=True):
         np.testing.assert_array_equal(episode.observation["state"][:, 0], steps)
         np.testing.assert_array_equal(episode.final_observation["state"], [steps[-1] + 1] * 2)
@@ -296,8 +297,11 @@ def test_motions_of_a_list_are_named_by_their_files(tmp_path: Path) -> None:
     source = ROOT.parent / "humenv"
     recording = rollout_data.open(source / "motions.txt")
     assert (recording.format, recording.problems) == ("humenv", [])
-    assert [one.id for one in recording] == ["0-CMU_01_01_poses/ep_0", "0-CMU_02_01_poses/ep_0"]
-    assert [len(one) for one in recording] == [9, 5]
+    assert [episode.id for episode in recording] == [
+        "0-CMU_01_01_poses/ep_0",
+        "0-CMU_02_01_poses/ep_0",
+    ]
+    assert [len(episode) for episode in recording] == [9, 5]
     assert rollout_data.open(source).ids == recording.ids  # the folder by itself
     for episode in recording:
         assert (
@@ -332,7 +336,7 @@ def test_episodes_of_humenv_are_numbered_and_checked(tmp_path: Path) -> None:
                 np.zeros((length, 1), bool),
             )
     recording = rollout_data.open(tmp_path / "x.hdf5")
-    assert [one.id for one in recording] == ["ep_2", "ep_10"] and "'ep_9'" in str(
+    assert [episode.id for episode in recording] == ["ep_2", "ep_10"] and "'ep_9'" in str(
         recording.problems[0]
     )
     assert recording[1].reward.shape == (4,) and (

@@ -143,7 +143,8 @@ def test_merged_episodes_keep_their_own_frame_rates(tmp_path: Path) -> None:
     assert converted_fps(fast, tmp_path / "fast_set") == 50
     rollout_data.merge([tmp_path / "all", sources[1]], tmp_path / "again")
     again = {
-        one.id: one.metadata.get("frame_rate_hz") for one in rollout_data.open(tmp_path / "again")
+        episode.id: episode.metadata.get("frame_rate_hz")
+        for episode in rollout_data.open(tmp_path / "again")
     }
     assert {name: rate for name, rate in again.items() if name in rates} == rates
 

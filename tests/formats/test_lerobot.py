@@ -262,11 +262,12 @@ def test_a_damaged_video_leaves_out_its_camera_in_its_episodes_only(
         found.__getitems__(everything)["action"], expected.__getitems__(everything)["action"]
     )
     assert all(
-        isinstance(one, DataFileError) and one.kind == "undecodable" for one in recording.problems
+        isinstance(problem, DataFileError) and problem.kind == "undecodable"
+        for problem in recording.problems
     )
     assert all(
-        file.name in str(one) and "Camera" in str(one) and "is left out" in str(one)
-        for one in recording.problems
+        file.name in str(problem) and "Camera" in str(problem) and "is left out" in str(problem)
+        for problem in recording.problems
     )
     lost = {problem.episode for problem in recording.problems}
     for episode, before in zip(recording, whole, strict=True):

@@ -336,7 +336,7 @@ def test_every_truncated_or_changed_file_is_refused_or_read_as_before(tmp_path: 
                 got = [episode.action for episode in rollout_data.open(path)]
             except DataFileError:
                 continue
-            assert [one.shape for one in got] == [one.shape for one in expected]
+            assert [tensor.shape for tensor in got] == [tensor.shape for tensor in expected]
         file.write_bytes(data)
 
 

@@ -168,10 +168,10 @@ def test_ranges_of_shared_video_files_are_copied_at_key_frames_and_encoded_again
     )
     named = set(done.changes.get(COPIED, ()))
     again = {
-        one
+        name
         for what, ids in done.changes.items()
         if "encoded again as h264, with loss" in what
-        for one in ids
+        for name in ids
     }
     assert named | again == set(source.ids) and not named & again
     if copied is not None:
@@ -234,7 +234,10 @@ def test_statistics_of_copied_video_are_those_of_its_frames(tmp_path: Path) -> N
     rollout_data.convert(tmp_path / "set", tmp_path / "again", "lerobot", progress=False)
     pixels = (
         np.concatenate(
-            [one["observation/images.front"] for one in rollout_data.open(tmp_path / "again")]
+            [
+                episode["observation/images.front"]
+                for episode in rollout_data.open(tmp_path / "again")
+            ]
         )
         / 255
     )

@@ -354,7 +354,9 @@ class Together(list):  # type: ignore[type-arg]
 def test_missing_flags_are_false_and_missing_floats_nan_and_other_fields_are_left_out(
     tmp_path: Path, version: str
 ) -> None:
-    episodes = Together(one for path in record_unlike(tmp_path) for one in rollout_data.open(path))
+    episodes = Together(
+        episode for path in record_unlike(tmp_path) for episode in rollout_data.open(path)
+    )
     made = writer_class("lerobot")(
         tmp_path / "set", episodes, {"frame_rate_hz": 10}, {"version": version}
     )
@@ -376,7 +378,7 @@ def test_missing_flags_are_false_and_missing_floats_nan_and_other_fields_are_lef
     back = rollout_data.open(tmp_path / "set")
     absent = [one.metadata.get("absent_fields") for one in back]
     assert absent == [None, ["contact", "next.success"], ["effort", "next.success"]]
-    assert [one.success for one in back] == [True, None, None]
+    assert [episode.success for episode in back] == [True, None, None]
     again, changes = written(back, tmp_path / "again", version=version)
     assert [one.metadata.get("absent_fields") for one in again] == absent
     assert not [what for what in changes if "lack" in what or "left out" in what]
@@ -444,7 +446,7 @@ def test_columns_of_language_keep_their_types_and_values(tmp_path: Path, way: st
     lengths = [4, 1, 3]
     source: Any = speaking(lengths, tmp_path / "source").write()
     expected = pa.concat_tables(
-        [pq.read_table(one) for one in sorted((source / "data").rglob("*.parquet"))]
+        [pq.read_table(path) for path in sorted((source / "data").rglob("*.parquet"))]
     )
     if way != "to LeRobot":
         assert rollout_data.convert(source, tmp_path / "own", progress=False).changes == {}
@@ -453,7 +455,7 @@ def test_columns_of_language_keep_their_types_and_values(tmp_path: Path, way: st
     _, changes = written(source, tmp_path / "set", version=version)
     assert not [what for what in changes if "text" in what or "language" in what]
     files = sorted((tmp_path / "set" / "data").rglob("*.parquet"))
-    got = pa.concat_tables([pq.read_table(one) for one in files])
+    got = pa.concat_tables([pq.read_table(path) for path in files])
     for name in ("language_persistent", "language_events", "subtasks"):
         assert got.schema.field(name).type == expected.schema.field(name).type
         assert got[name].to_pylist() == expected[name].to_pylist()
@@ -501,7 +503,7 @@ def test_columns_of_language_keep_unusual_types(
         written(source, target, version=version)
         got = [pq.read_table(file)[name] for file in sorted((target / "data").rglob("*.parquet"))]
         assert all(one.type == columns[-1].type for one in got)
-        assert [one.to_pylist() for one in got] == [one.to_pylist() for one in columns]
+        assert [one.to_pylist() for one in got] == [column.to_pylist() for column in columns]
 
 
 def test_a_key_of_merged_language_without_a_field_is_refused(tmp_path: Path) -> None:

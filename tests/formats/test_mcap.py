@@ -293,7 +293,7 @@ def test_values_keep_their_dtypes(tmp_path: Path) -> None:
         for name, one in episode.observation.items()
         if name != "all/mode"
     }
-    assert {name: one.dtype.name for name, one in found.items()} == {
+    assert {name: tensor.dtype.name for name, tensor in found.items()} == {
         "id": "int64", "ids": "int64", "flag": "bool", "grid": "float64", "pose/x": "float64",
     }  # fmt: skip
     assert found["id"] == 2**53 + 1 and episode["observation/all/mode"] == ["go"] * 3

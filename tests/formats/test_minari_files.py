@@ -110,7 +110,9 @@ def in_tables(
             return np.concatenate([array, array[-1:]])
 
         pictures = np.stack([halves(number, frame) for frame in range(length + 1)])
-        camera = pyarrow.array([jpeg(one) for one in pictures]) if is_jpeg else flat(pictures)
+        camera = (
+            pyarrow.array([jpeg(picture) for picture in pictures]) if is_jpeg else flat(pictures)
+        )
         low = flat(values(number, length + 1))
         infos = pyarrow.StructArray.from_arrays(
             [pyarrow.array(values(number, length + 1, 1)[:, 0])], ["force"]
@@ -144,7 +146,7 @@ def check_all(
     recording: rollout_data.Recording, is_jpeg: bool = False, names: Mapping[int, str] | None = None
 ) -> None:
     assert (recording.format, recording.problems) == ("minari", [])
-    assert [one.id for one in recording] == [
+    assert [episode.id for episode in recording] == [
         (names or {}).get(number, f"episode_{number}") for number in LENGTHS
     ]
     for (number, length), episode in zip(LENGTHS.items(), recording, strict=True):
@@ -350,7 +352,7 @@ def test_a_damaged_group_leaves_out_its_episode_only(tmp_path: Path, what: str) 
     root = in_groups(tmp_path / "x")
     edited(root / "data" / "main_data.hdf5", lambda file: change(file["episode_9"]))
     recording = rollout_data.open(root)
-    assert [one.id for one in recording] == ["episode_2", "episode_10"]
+    assert [episode.id for episode in recording] == ["episode_2", "episode_10"]
     with pytest.raises(DataFileError, match=said):
         raise recording.problems[0]
 
@@ -373,7 +375,7 @@ def test_a_damaged_table_leaves_out_its_episode_only(tmp_path: Path, kind: str, 
     else:
         path.write_bytes(b"")
     recording = rollout_data.open(root)
-    assert [one.id for one in recording] == ["2", "10"]
+    assert [episode.id for episode in recording] == ["2", "10"]
     assert isinstance(
         recording.problems[0], UnsafeFileError if what == "a link" else CorruptFileError
     )
@@ -416,7 +418,7 @@ def test_compressed_tables_are_read_and_bombs_are_refused(tmp_path: Path, codec:
     for lie in (1 << 28, 1 << 50, (1 << 63) - 1):
         path.write_bytes(intact.replace(claim, struct.pack("<q", lie)))
         recording = rollout_data.open(root)
-        assert [one.id for one in recording] == ["2", "10"]
+        assert [episode.id for episode in recording] == ["2", "10"]
         assert "bytes, expected at most 268435456" in str(recording.problems[0])
 
 
@@ -439,10 +441,12 @@ def test_real_datasets_of_both_kinds_agree() -> None:
     groups, tables = (
         rollout_data.open(ROOT / "minari" / f"cartpole-{kind}-v0") for kind in ("hdf5", "parquet")
     )
-    for one, other in zip(groups, tables, strict=True):
+    for episode, other in zip(groups, tables, strict=True):
         for name in ("observation", "action", "reward"):
-            np.testing.assert_array_equal(one[name], other[name])
-        np.testing.assert_array_equal(one.final_observation, other.final_observation)
+            np.testing.assert_array_equal(episode[name], other[name])
+        np.testing.assert_array_equal(episode.final_observation, other.final_observation)
         assert (
-            (one.terminated, one.truncated) == (other.terminated, other.truncated) == (False, True)
+            (episode.terminated, episode.truncated)
+            == (other.terminated, other.truncated)
+            == (False, True)
         )

@@ -112,7 +112,10 @@ def record_open_end(folder: Path) -> rollout_data.Recording:
 def test_an_open_end_with_a_final_observation_stays_open_in_our_format(tmp_path):
     convert(record_open_end(tmp_path / "ours"), tmp_path / "minari", "minari")
     source = rollout_data.open(tmp_path / "minari")
-    assert [(one.terminated, one.truncated) for one in source] == [(True, False), (False, False)]
+    assert [(episode.terminated, episode.truncated) for episode in source] == [
+        (True, False),
+        (False, False),
+    ]
     assert convert(source, tmp_path / "copy", "rollout-data") == {}
     convert(tmp_path / "copy", tmp_path / "second", "rollout-data")
     for name in ("copy", "second"):
@@ -126,7 +129,10 @@ def test_an_open_end_with_a_final_observation_stays_open_in_our_format(tmp_path)
         ]
     convert(tmp_path / "second", tmp_path / "back", "minari")
     back = rollout_data.open(tmp_path / "back")
-    assert [(one.terminated, one.truncated) for one in back] == [(True, False), (False, False)]
+    assert [(episode.terminated, episode.truncated) for episode in back] == [
+        (True, False),
+        (False, False),
+    ]
 
 
 def ends_before_and_after_growth(folder: Path) -> tuple[Path, Path]:

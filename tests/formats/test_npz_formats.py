@@ -348,7 +348,7 @@ class TestMotion:
         recording = rollout_data.open(tmp_path / "merged")
         assert recording.metadata["quaternion_order"] == "mixed"
         assert [episode.metadata["quaternion_order"] for episode in recording] == [
-            one or "unknown" for one in orders
+            order or "unknown" for order in orders
         ]
         with pytest.warns(RolloutDataWarning, match="different orders: mixed"):
             windows = rollout_data.WindowDataset(tmp_path / "merged", length=1)

@@ -158,9 +158,9 @@ def test_an_interrupted_conversion_resumes_and_a_complete_one_is_not_replaced(
     assert convert(walk, target, to="rerun", progress=False).num_present == 1
     assert [path.name for path in target.parent.iterdir()] == ["walk.rrd"]
     entities = chunks_of(target)
-    assert [len(entities[f"/{one.id}/action"]["frame"]) for one in rollout_data.open(walk)] == list(
-        LENGTHS
-    )
+    assert [
+        len(entities[f"/{episode.id}/action"]["frame"]) for episode in rollout_data.open(walk)
+    ] == list(LENGTHS)
     content = target.read_bytes()
     assert convert(walk, target, to="rerun", progress=False).num_present == len(LENGTHS)
     assert target.read_bytes() == content

@@ -314,7 +314,7 @@ def test_pictures_texts_and_metadata_are_read(tmp_path: Path) -> None:
     )
     assert np.abs(episode.observation["jpeg"].mean() - pixels.mean()) < 2
     assert "absent" not in episode.observation and any(
-        "'observation/absent'" in str(one) for one in recording.problems
+        "'observation/absent'" in str(problem) for problem in recording.problems
     )
     assert recording.metadata["lossy"] == ["observation/jpeg"]
     assert (episode.task, episode.success) == ("开抽屉", True)
@@ -346,11 +346,14 @@ def test_unsupported_features_are_left_out_and_reported(tmp_path: Path) -> None:
         and "box" not in recording[0]
         and recording[0]["fine"].dtype == np.float32
     )
-    assert ["texts of shape [2]" in str(one) for one in recording.problems] == [False] * 2 + [True]
+    assert ["texts of shape [2]" in str(problem) for problem in recording.problems] == [
+        False
+    ] * 2 + [True]
     assert [
-        "different number of values in each step" in str(one) for one in recording.problems[:2]
+        "different number of values in each step" in str(problem)
+        for problem in recording.problems[:2]
     ] == [True] * 2
-    assert ["float32" in str(one) for one in recording.advice] == [True]
+    assert ["float32" in str(remark) for remark in recording.advice] == [True]
     assert recording.metadata["lossy"] == ["fine"]
 
 
@@ -386,7 +389,7 @@ def test_shards_that_disagree_with_the_index_are_refused_or_rebuilt(tmp_path: Pa
             rollout_data.open(folder)
         recording = rollout_data.open(folder, on_bad_index="rebuild")
         assert recording.problems and len(recording) == len(
-            [one for one in recording if one.action is not None]
+            [episode for episode in recording if episode.action is not None]
         )
     second.unlink()
     with pytest.raises(CorruptFileError):

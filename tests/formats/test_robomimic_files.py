@@ -316,9 +316,9 @@ def test_datasets_of_another_length_are_metadata_or_left_out_by_name(tmp_path: P
     np.testing.assert_array_equal(episode.metadata["goal"], np.arange(5))
     np.testing.assert_array_equal(episode.metadata["init"], np.arange(4.0))
     assert episode["notes"] == ["å", "b", "c"] and episode.texts == ("notes",)
-    assert "complex" not in episode and ["'complex'" in str(one) for one in recording.problems] == [
-        True
-    ]
+    assert "complex" not in episode and [
+        "'complex'" in str(problem) for problem in recording.problems
+    ] == [True]
     np.testing.assert_array_equal(episode.action, actions(2, 3))
     np.testing.assert_array_equal(episode["other/action"], np.arange(3))
 
@@ -371,8 +371,10 @@ def test_dones_terminate_an_episode_only_on_request(tmp_path: Path) -> None:
     path = edited(
         robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_10/dones"].__setitem__(3, 1)
     )
-    assert [one.terminated for one in rollout_data.open(path)] == [None, None, None]
-    assert [one.terminated for one in rollout_data.open(path, terminated_from_dones=True)] == [
+    assert [episode.terminated for episode in rollout_data.open(path)] == [None, None, None]
+    assert [
+        episode.terminated for episode in rollout_data.open(path, terminated_from_dones=True)
+    ] == [
         False,
         True,
         True,
@@ -509,7 +511,7 @@ def test_the_newest_files_of_isaac_lab_have_groups_of_actions(tmp_path: Path) ->
 def test_real_demos_without_next_observations_have_no_final_observation(tmp_path: Path) -> None:
     shutil.copy(ROOT / "robomimic" / "layout_no_next_obs.hdf5", tmp_path)
     recording = rollout_data.open(tmp_path / "layout_no_next_obs.hdf5")
-    assert [one.final_observation for one in recording] == [None, None, None]
+    assert [episode.final_observation for episode in recording] == [None, None, None]
     assert os.listdir(tmp_path) == ["layout_no_next_obs.hdf5"]
 
 

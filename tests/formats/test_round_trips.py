@@ -106,14 +106,14 @@ def check_same(mine: Any, theirs: Any, where: str) -> None:
     if list(expected) == [""] and len(found) == 1:  # it has a name there
         found = {"": next(iter(found.values()))}
     assert expected.keys() == found.keys(), where
-    for name, one in expected.items():
-        assert one.dtype == found[name].dtype and one.shape == found[name].shape, (
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype and tensor.shape == found[name].shape, (
             where,
             name,
-            one.dtype,
+            tensor.dtype,
             found[name].dtype,
         )
-        assert one.tobytes() == np.ascontiguousarray(found[name]).tobytes(), (where, name)
+        assert tensor.tobytes() == np.ascontiguousarray(found[name]).tobytes(), (where, name)
 
 
 @pytest.mark.parametrize("name", READ_BACK)

@@ -67,7 +67,7 @@ def test_each_camera_below_one_name_keeps_its_pictures_and_its_name_in_robomimic
             assert np.array_equal(mine.observation[name], theirs.observation[name])
             assert np.array_equal(mine.final_observation[name], theirs.final_observation[name])
     convert(back, tmp_path / "again.hdf5", "robomimic")
-    assert [one.schema for one in rollout_data.open(tmp_path / "again.hdf5")] == [
+    assert [episode.schema for episode in rollout_data.open(tmp_path / "again.hdf5")] == [
         one.schema for one in back
     ]
 
@@ -116,7 +116,7 @@ def test_next_observations_are_left_out_of_robomimic_on_request(tmp_path):
     convert(source, tmp_path / "x.hdf5", "robomimic", next_obs=False)
     with h5py.File(tmp_path / "x.hdf5") as file:
         assert "obs" in file["data/demo_0"] and "next_obs" not in file["data/demo_0"]
-    assert [len(one) for one in rollout_data.open(tmp_path / "x.hdf5")] == [4, 3]
+    assert [len(episode) for episode in rollout_data.open(tmp_path / "x.hdf5")] == [4, 3]
 
 
 def test_an_episode_without_an_end_has_every_dataset_in_robomimic(tmp_path):
@@ -189,7 +189,7 @@ def record_ends(folder: Path) -> Any:
             }
         torch.save(block, path)
     source = rollout_data.open(folder / "source")
-    assert [(one.terminated, one.truncated) for one in source] == ENDS
+    assert [(episode.terminated, episode.truncated) for episode in source] == ENDS
     return source
 
 
@@ -210,30 +210,36 @@ def test_flags_of_an_unknown_end_are_named_in_changes_and_in_the_target(tmp_path
     else:
         assert [one.metadata.get("absent_fields") for one in back] == [None, flags, None, flags]
     if name in ("minari", "d4rl", "trajectory-folders"):
-        assert [(one.terminated, one.truncated) for one in back] == ENDS
+        assert [(episode.terminated, episode.truncated) for episode in back] == ENDS
         assert [one.metadata.get("ends") for one in back] == [None] * 4
         part = convert(
             back.select([back.ids[1], back.ids[2]]), tmp_path / "part" / place, name
         ).changes
         assert part[change] == [back.ids[1]]
         again = rollout_data.open(tmp_path / "part" / place)
-        assert [(one.terminated, one.truncated) for one in again] == ENDS[1:3]
+        assert [(episode.terminated, episode.truncated) for episode in again] == ENDS[1:3]
     elif name == "robomimic":
         told = rollout_data.open(tmp_path / place, terminated_from_dones=True)
-        assert [one.terminated for one in told] == [True, None, False, None]
+        assert [episode.terminated for episode in told] == [True, None, False, None]
 
 
 def test_an_open_end_that_d4rl_writes_as_a_timeout_is_named_and_stays_open(tmp_path):
     convert(record(tmp_path / "ours", [3, 4], is_open=True), tmp_path / "m", "minari")
     source = rollout_data.open(tmp_path / "m")
-    assert [(one.terminated, one.truncated) for one in source] == [(True, False), (False, False)]
+    assert [(episode.terminated, episode.truncated) for episode in source] == [
+        (True, False),
+        (False, False),
+    ]
     changes = convert(source, tmp_path / "x.hdf5", "d4rl").changes
     assert changes["the open end is written as a timeout"] == source.ids[1:]
     with h5py.File(tmp_path / "x.hdf5") as file:
         assert file["timeouts"][:].tolist() == [False] * 5 + [True]
         assert json.loads(file["metadata/absent_fields"][()]) == {"1": ["timeouts"]}
     back = rollout_data.open(tmp_path / "x.hdf5")
-    assert [(one.terminated, one.truncated) for one in back] == [(True, False), (False, False)]
+    assert [(episode.terminated, episode.truncated) for episode in back] == [
+        (True, False),
+        (False, False),
+    ]
 
 
 def test_dones_are_in_every_demo_where_the_ends_are_not_known(tmp_path):
@@ -288,9 +294,9 @@ def test_integers_that_a_join_keeps_are_not_in_the_report(tmp_path):
             )
     for name in ("d4rl", "robomimic", "isaaclab"):
         assert not [
-            one
-            for one in convert(tmp_path / "ours", tmp_path / f"{name}.hdf5", name).changes
-            if "change" in one
+            change
+            for change in convert(tmp_path / "ours", tmp_path / f"{name}.hdf5", name).changes
+            if "change" in change
         ]
 
 
@@ -360,7 +366,8 @@ def test_missing_rewards_of_demos_are_missing_reward(tmp_path):
         changes = convert(source, target, name, missing_reward=-1.5).changes
         assert changes["rewards are made up by missing_reward"] == ["demo_1"]
         rewards = [
-            np.asarray(one.reward).reshape(-1)[:3].tolist() for one in rollout_data.open(target)
+            np.asarray(episode.reward).reshape(-1)[:3].tolist()
+            for episode in rollout_data.open(target)
         ]
         assert rewards == [[0, 1, 2], [-1.5] * 3, [20, 21, 22]]
 
@@ -380,7 +387,9 @@ def test_d4rl_and_minari_note_the_fields_that_were_filled(tmp_path):
     ends = ["terminals", "timeouts"]
     lacking = {"0": ends, "1": ["infos/is_held", "observation/touch", *ends], "2": ends}
     assert {number: sorted(names) for number, names in noted.items()} == lacking
-    back = [one.metadata.get("absent_fields") for one in rollout_data.open(tmp_path / "d.hdf5")]
+    back = [
+        episode.metadata.get("absent_fields") for episode in rollout_data.open(tmp_path / "d.hdf5")
+    ]
     assert back == [noted["0"], noted["1"], noted["2"]]
     changes = convert(source, tmp_path / "m", "minari", missing_reward=0.0).changes
     assert changes["field 'observation/touch' is NaN in episodes without it"] == ["demo_1"]
@@ -422,7 +431,9 @@ def test_rlinf_fills_flags_and_floats_and_leaves_integers_out(tmp_path):
     assert {number: sorted(names) for number, names in noted.items()} == {
         "1": ["forward_inputs/is_held", "observation/touch"]
     }
-    assert [one.metadata.get("absent_fields") for one in rollout_data.open(tmp_path / "r")] == [
+    assert [
+        episode.metadata.get("absent_fields") for episode in rollout_data.open(tmp_path / "r")
+    ] == [
         None,
         noted["1"],
         None,
@@ -493,8 +504,8 @@ def test_block_files_have_no_invented_rewards_actions_or_pictures(tmp_path):
     assert copy.changes["field 'observation/camera' is left out: some episodes do not have it"] == [
         "demo_0"
     ]
-    for one in rollout_data.open(tmp_path / "own"):
-        assert {"reward", "observation/camera"}.isdisjoint(one.schema)
+    for episode in rollout_data.open(tmp_path / "own"):
+        assert {"reward", "observation/camera"}.isdisjoint(episode.schema)
     batch = rollout_data.RolloutDataset(tmp_path / "own", num_envs=1).get_batch(12)
     assert batch.reward is None and batch.action[:, 0, 0].tolist() == [
         0,

@@ -159,7 +159,7 @@ def test_an_interrupted_writer_is_resumed(tmp_path, name):
         sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
         for path in (target, whole)
     ]
-    assert [one.name for one in files[0]] == [one.name for one in files[1]]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]]
     for one, other in zip(*files, strict=True):
         if one.suffix in (".hdf5", ".pickle"):
             # The last line of a note has the times of the files, and the name of the set in their
@@ -168,7 +168,7 @@ def test_an_interrupted_writer_is_resumed(tmp_path, name):
                 re.sub(rb'\n\{"files": .*', b"", file.read_bytes()) for file in (one, other)
             ]
             assert contents[0] == contents[1]
-    assert not [one for one in tmp_path.rglob(".*") if one.parent.name != "ours"], (
+    assert not [path for path in tmp_path.rglob(".*") if path.parent.name != "ours"], (
         "nothing is left beside it"
     )
 
@@ -252,7 +252,8 @@ def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(
     done = rollout_data.convert(source, target, to=name, progress=False)
     assert done.num_episodes == len(kept)
     assert [
-        f"of trajectory {victim}" in str(one) and "images/left" in str(one) for one in done.problems
+        f"of trajectory {victim}" in str(problem) and "images/left" in str(problem)
+        for problem in done.problems
     ] == [True]
     assert not list(target.parent.glob(".*")), "nothing is left beside it"
     if name not in EXPORTS:
@@ -262,7 +263,9 @@ def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(
             assert np.array_equal(mine.action, theirs.action)
     repeated = rollout_data.convert(source, target, to=name, progress=False)
     assert (repeated.num_episodes, repeated.num_present) == (len(kept), len(kept))
-    assert [str(one) for one in repeated.problems] == [str(one) for one in done.problems]
+    assert [str(problem) for problem in repeated.problems] == [
+        str(problem) for problem in done.problems
+    ]
     again = rollout_data.convert(
         source.select([one.id for one in kept]), tmp_path / "again.hdf5", to=name, progress=False
     )

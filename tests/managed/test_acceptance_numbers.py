@@ -134,10 +134,10 @@ def test_collect_iter_may_be_an_int_a_numpy_integer_or_a_tensor() -> None:
     for collected in (torch.tensor(3), np.int64(4), 5, None):
         item = {"obs": torch.zeros(2)}
         buffer.push(item if collected is None else {**item, "collect_iter": collected})
-    assert sorted({one["staleness"] for one in buffer.sample(40, cur_learner_iter=7)}) == [
+    assert sorted({item["staleness"] for item in buffer.sample(40, cur_learner_iter=7)}) == [
         -1,
         2,
         3,
         4,
     ]
-    assert {one["staleness"] for one in buffer.sample(40, cur_learner_iter=9)} == {-1, 4}
+    assert {item["staleness"] for item in buffer.sample(40, cur_learner_iter=9)} == {-1, 4}

@@ -415,7 +415,9 @@ def test_experts_without_any_priority_are_equally_likely_on_a_device_with_a_late
             expert.sample(length, length)
         expert.raise_deferred(wait=True)
     expected = {f"at least {length + 1} frames" for length in (1, 2, 3)}
-    assert {text for text in expected for one in caught if text in str(one.message)} == expected
+    assert {
+        text for text in expected for warning in caught if text in str(warning.message)
+    } == expected
 
 
 @pytest.mark.usefixtures("any_device")

@@ -144,7 +144,7 @@ def test_used_id_accepts_any_iterable_of_data_ids(
     }
     manager = BufferManager({"buffer_name": ["a", "b"], "a": options, "b": options})
     manager.push_data([item(0, data_id=1), item(1, data_id=2)], ["a", "b"])
-    held = sorted({one["data_id"] for one in manager.sample({"b": 8})["b"]})
+    held = sorted({item["data_id"] for item in manager.sample({"b": 8})["b"]})
     manager.clear()
     assert not set(manager.used_data("b")) & set(held)
     (manager if is_managed else manager["b"]).update({"used_id": form(held)})
@@ -294,7 +294,7 @@ def test_a_state_dict_during_samples_is_consistent() -> None:
     manager.push_data([item(number) for number in range(50)], names)
 
     def drawn() -> list[str]:
-        return [one["replay_unique_id"] for one in manager.sample(6)]
+        return [item["replay_unique_id"] for item in manager.sample(6)]
 
     is_over, interval_s = threading.Event(), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -481,7 +481,7 @@ def test_every_priority_above_0_can_be_drawn(way: str) -> None:
         if way == "update":
             buffer.update_priorities(ids, torch.tensor(priorities, dtype=torch.float64))
     assert buffer.sample_check(3)
-    drawn = Counter(int(one["x"]) for one in buffer.sample(30_000))
+    drawn = Counter(int(item["x"]) for item in buffer.sample(30_000))
     assert drawn[3] == 0 and drawn[0] and drawn[1], drawn
     assert buffer.check_valid() == (True, "")
 

@@ -618,7 +618,7 @@ def episode_windows(folder: Path) -> Order:
 @order
 def whole_episodes(folder: Path) -> Order:
     return draws(
-        episode_buffer, lambda buffer: torch.cat([numbers_of(one) for one in buffer.sample(5)])
+        episode_buffer, lambda buffer: torch.cat([numbers_of(item) for item in buffer.sample(5)])
     )
 
 

@@ -188,7 +188,7 @@ def members(tmp_path_factory):
 )
 def test_shares_of_a_mixture_follow_its_weights(members, weights):
     mixture = WindowMixture(members, weights)
-    sizes = np.array([len(one) for one in members])
+    sizes = np.array([len(member) for member in members])
     shares = np.array(sizes if weights is None else weights, float)
     by_window = np.repeat(shares / shares.sum() / sizes, sizes)
     loader = WindowLoader(mixture, 8, seed=1)
@@ -241,7 +241,7 @@ def test_a_removed_window_does_not_change_the_order_of_the_others(tmp_path, num_
 
     whole = names_of(loader())
     loaders = [loader(rank, num_ranks) for rank in range(num_ranks)]
-    iterators = [iter(one) for one in loaders]
+    iterators = [iter(loader) for loader in loaders]
     for _ in range(3):
         for one in iterators:
             next(one)

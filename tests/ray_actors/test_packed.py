@@ -17,7 +17,7 @@ def sent(tree: Any) -> Any:
     """Return the tree that arrives at another process."""
     buffers: list[Any] = []
     data = pickle.dumps(pack(tree), protocol=5, buffer_callback=buffers.append)
-    return unpack(pickle.loads(data, buffers=[memoryview(bytes(one)) for one in buffers]))
+    return unpack(pickle.loads(data, buffers=[memoryview(bytes(buffer)) for buffer in buffers]))
 
 
 @pytest.mark.filterwarnings("error")

@@ -196,7 +196,9 @@ def check_video(kind: Any, folder: Path, version: str) -> None:
     for name, episodes in (("all", (0, 1, 2)), ("some", (0, 2))):
         read = kind("tests/video", root=folder / name)
         expected = [
-            (moving(one, lengths[one]), frame) for one in episodes for frame in range(lengths[one])
+            (moving(episode, lengths[episode]), frame)
+            for episode in episodes
+            for frame in range(lengths[episode])
         ]
         assert len(read) == len(expected)
         for place, (images, frame) in enumerate(expected):

@@ -122,7 +122,7 @@ def test_our_reader_reads_minari_files(
         data_format=kind,
     )
     recording = rollout_data.open(tmp_path / "lab" / "some-v0")
-    assert [len(one) for one in recording] == list(BY_NUMBER.values())
+    assert [len(episode) for episode in recording] == list(BY_NUMBER.values())
     for number, episode in enumerate(recording):
         length = len(episode)
         np.testing.assert_array_equal(episode.observation["low"], values(number, length))

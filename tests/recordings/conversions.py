@@ -183,7 +183,11 @@ class Kills:
             if not counts(*arguments, **options):
                 return call(*arguments, **options)
             is_turn = len(self.calls) == self.number
-            paths = [Path(one).name for one in arguments if isinstance(one, (str, os.PathLike))]
+            paths = [
+                Path(argument).name
+                for argument in arguments
+                if isinstance(argument, (str, os.PathLike))
+            ]
             self.calls.append(" ".join([name, *paths[-1:]]))
             if is_turn and not self.is_after:
                 self.take_turn()

@@ -34,7 +34,8 @@ def assert_same(
 ) -> None:
     """Compare an episode with its copy, bit by bit. Fields may be renamed or reordered."""
     about = [
-        (one.length, one.terminated, one.truncated, one.success, one.task) for one in (mine, theirs)
+        (episode.length, episode.terminated, episode.truncated, episode.success, episode.task)
+        for episode in (mine, theirs)
     ]
     assert about[0] == about[1] and theirs.metadata["id"] == mine.id
     called = {
@@ -46,7 +47,7 @@ def assert_same(
         values, others = mine.read(name), theirs.read(other)
         assert np.asarray(values).dtype == np.asarray(others).dtype
         np.testing.assert_array_equal(values, others, err_msg=name)
-    finals = [one.final_observation for one in (mine, theirs)]
+    finals = [episode.final_observation for episode in (mine, theirs)]
     assert type(finals[0]) is type(finals[1])
     if isinstance(finals[0], dict):
         assert finals[0].keys() == finals[1].keys()
@@ -131,7 +132,7 @@ def test_damaged_rows_are_reported_and_not_copied(tmp_path):
     path.write_bytes(raw)
     done = convert(tmp_path / "walk", tmp_path / "own")
     assert done.num_episodes == 2 and "Frames 1:2 of trajectory 1" in str(done.problems[0])
-    assert [one.length for one in rollout_data.open(tmp_path / "own")] == [3, 5]
+    assert [episode.length for episode in rollout_data.open(tmp_path / "own")] == [3, 5]
 
 
 def test_changes_are_in_the_report(tmp_path):

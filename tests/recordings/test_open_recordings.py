@@ -75,8 +75,8 @@ def test_damaged_rows_are_found_by_their_checksums_in_the_selected_episodes(tmp_
 
 def seen(recording: rollout_data.Recording) -> list[tuple[str, str, dict, list]]:
     listed = [
-        (one.id, one.task, dict(one.metadata), np.asarray(one.observation).tolist())
-        for one in recording
+        (episode.id, episode.task, dict(episode.metadata), np.asarray(episode.observation).tolist())
+        for episode in recording
     ]
     assert recording.table["task"].tolist() == [task for _, task, _, _ in listed]
     return listed
@@ -107,13 +107,13 @@ def test_edits_and_writers_change_an_open_recording_only_when_it_is_refreshed(
         "later:0",
         "later:1",
     ]
-    assert [one.task for one in recording][:3] == ["pull", "pull", ""]
+    assert [episode.task for episode in recording][:3] == ["pull", "pull", ""]
     assert chosen.refresh().ids == ["a:0", "a:3"], (
         "a selection takes no others, and keeps those still there"
     )
     undrop(walk), untag(walk)
-    assert [one.task for one in recording][:2] == ["pull", "pull"]
-    assert len(recording.refresh()) == 12 and {one.task for one in recording} == {""}
+    assert [episode.task for episode in recording][:2] == ["pull", "pull"]
+    assert len(recording.refresh()) == 12 and {episode.task for episode in recording} == {""}
 
 
 def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(
@@ -132,7 +132,9 @@ def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(
             _ = recording[place]
     done = convert(recording, tmp_path / "own", progress=False)
     assert [problem.episode for problem in done.problems] == gone and done.num_episodes == len(left)
-    assert sorted(one.metadata["id"] for one in rollout_data.open(tmp_path / "own")) == sorted(left)
+    assert sorted(
+        episode.metadata["id"] for episode in rollout_data.open(tmp_path / "own")
+    ) == sorted(left)
     assert recording.refresh().ids == left and recording.removed() == {}
 
 
@@ -197,7 +199,7 @@ def test_merge_split_and_repair_leave_out_removed_and_replaced_episodes_by_name(
     if is_selection:
         recording = recording.select(recording.ids[::2])
     prune(walk, trajectories=5)
-    block = next(one for one in recording.blocks if 8 in one.fragments["trajectory"])
+    block = next(block for block in recording.blocks if 8 in block.fragments["trajectory"])
     left_by_prune = rollout_data.open(walk).ids
     os.utime(block.path)
     gone = set(recording.removed())
@@ -259,7 +261,8 @@ def rows_of(recording: rollout_data.Recording) -> list[tuple[int, str, bytes]]:
     matter.
     """
     return sorted(
-        (len(one), one.task, np.asarray(one.action, np.float32).tobytes()) for one in recording
+        (len(episode), episode.task, np.asarray(episode.action, np.float32).tobytes())
+        for episode in recording
     )
 
 
@@ -285,7 +288,7 @@ def grown(
     whole = tmp_path / "whole"
     convert(source, whole, to=to, progress=False, **options)
     # Files of the same bytes stay as they are
-    for file in (one for one in whole.rglob("*") if one.is_file()):
+    for file in (path for path in whole.rglob("*") if path.is_file()):
         target = path / file.relative_to(whole)
         if not target.exists() or not filecmp.cmp(file, target, shallow=False):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -480,8 +483,8 @@ def test_a_trajectory_that_grew_after_opening_keeps_its_length(tmp_path: Path) -
                 observation=row, action=row, reward=row[:, 0], done=np.array([step in (3, 11)])
             )
     before = rollout_data.open(tmp_path / "before")
-    assert [len(one) for one in recording] == [len(one) for one in before] == [4, 6]
-    assert [len(one) for one in rollout_data.open(path)] == [4, 8]
+    assert [len(episode) for episode in recording] == [len(one) for one in before] == [4, 6]
+    assert [len(episode) for episode in rollout_data.open(path)] == [4, 8]
     check_consumers(recording, before, tmp_path)
 
 
@@ -507,7 +510,7 @@ def test_workers_read_the_windows_of_the_snapshot(walk: Path) -> None:
     windows = rollout_data.WindowDataset(recording, texts=True)
     expected = [windows[place]["action"] for place in range(len(windows))]
     copied = pickle.loads(pickle.dumps(windows))
-    assert len(copied) == len(expected) == sum(len(one) for one in recording)
+    assert len(copied) == len(expected) == sum(len(episode) for episode in recording)
     loader = torch.utils.data.DataLoader(
         windows, batch_size=None, num_workers=1, multiprocessing_context="spawn"
     )
@@ -552,8 +555,8 @@ def test_readers_of_a_pruned_folder_read_the_remaining_episodes(walk: Path) -> N
                 num_read += len(windows[place]["action"])
             except DataFileError:
                 continue
-    assert frames >= sum(len(one) for one in rollout_data.open(walk)) - 2
-    assert num_read >= sum(len(one) for one in rollout_data.open(walk))
+    assert frames >= sum(len(episode) for episode in rollout_data.open(walk)) - 2
+    assert num_read >= sum(len(episode) for episode in rollout_data.open(walk))
 
 
 def test_the_doctor_and_the_report_keep_the_snapshot(walk: Path, tmp_path: Path) -> None:

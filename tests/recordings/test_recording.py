@@ -174,7 +174,7 @@ def test_selected_episodes_are_in_the_order_of_the_file(demos):
 def test_splits_are_disjoint_complete_and_repeatable(demos, seed, shares):
     parts = {str(place): share / sum(shares) for place, share in enumerate(shares)}
     split = demos.split(parts, seed)
-    assert sorted(one for part in split.values() for one in part.ids) == sorted(demos.ids)
+    assert sorted(name for part in split.values() for name in part.ids) == sorted(demos.ids)
     assert {name: part.ids for name, part in demos.split(parts, seed).items()} == {
         n: p.ids for n, p in split.items()
     }
@@ -225,7 +225,7 @@ def test_statistics_are_kept_in_the_users_cache_folder_only(demos, tmp_path, mon
 def test_episodes_of_block_files_have_notes_texts_and_ends(tmp_path):
     recording = recorded(tmp_path)
     assert recording.format == "rollout-data" and recording.ids == ["w:0", "w:1", "w:2", "w:3"]
-    ends = [(one.terminated, one.truncated) for one in recording]
+    ends = [(episode.terminated, episode.truncated) for episode in recording]
     assert ends == [(True, False), (False, True), (None, None), (None, None)]
     assert recording.table["ends"].tolist() == ["terminated", "truncated", "open", "open"]
     first = recording[0]

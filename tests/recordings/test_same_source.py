@@ -319,7 +319,7 @@ def test_new_episodes_are_added_to_a_complete_target_of_block_files_only(tmp_pat
     if name == "rollout-data":
         done = convert(source, tmp_path, name)
         assert (done.num_episodes, done.num_present) == (6, 4)
-        assert [one.metadata["id"] for one in rollout_data.open(place(tmp_path, name))] == [
+        assert [episode.metadata["id"] for episode in rollout_data.open(place(tmp_path, name))] == [
             f"demo_{number}" for number in range(6)
         ]
         return

@@ -112,7 +112,8 @@ WAYS = {
     ),
     "windows that skip": lambda url, capsys: skipped(url),
     "recording": lambda url, capsys: [
-        (one.id, one["action"].tolist()) for one in rollout_data.open(url, remote=REMOTE)
+        (episode.id, episode["action"].tolist())
+        for episode in rollout_data.open(url, remote=REMOTE)
     ],
     "statistics": lambda url, capsys: (
         WindowDataset(url, 4, remote=REMOTE)
@@ -121,7 +122,7 @@ WAYS = {
     ),
     "table": lambda url, capsys: rollout_data.open(url, remote=REMOTE).table["length"].tolist(),
     "doctor": lambda url, capsys: [
-        str(one) for one in rollout_data.doctor(rollout_data.open(url)).findings
+        str(finding) for finding in rollout_data.doctor(rollout_data.open(url)).findings
     ],
     "info": lambda url, capsys: commanded(capsys, "info", url),
     "ls": lambda url, capsys: commanded(capsys, "ls", url),

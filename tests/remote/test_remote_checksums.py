@@ -287,7 +287,11 @@ def test_a_copy_without_checksums_is_read_with_one_warning(folder):
         far = far_windows(lagging(folder))
         check_epoch(WindowDataset(folder, 4), far)
         far.advice  # noqa: B018
-    texts = [str(one.message) for one in told if "have no file of checksums" in str(one.message)]
+    texts = [
+        str(warning.message)
+        for warning in told
+        if "have no file of checksums" in str(warning.message)
+    ]
     assert len(texts) == 1 and "rollout-data push" in texts[0]
     assert far.problems == []
 

@@ -192,8 +192,10 @@ def test_a_damaged_block_is_refused_as_the_local_one_is(tmp_path, kind):
     with pytest.warns(UserWarning):
         far = far_windows(in_memory(folder, f"damaged-{kind}"))
     assert len(far) == len(near)
-    assert {type(one) for one in far.problems} == {type(one) for one in near.problems}
-    assert any(f"memory://damaged-{kind}/{path.name}" in str(one) for one in far.problems)
+    assert {type(problem) for problem in far.problems} == {
+        type(problem) for problem in near.problems
+    }
+    assert any(f"memory://damaged-{kind}/{path.name}" in str(problem) for problem in far.problems)
 
 
 @pytest.mark.parametrize("num_shown", [0, 1000, 40_000])

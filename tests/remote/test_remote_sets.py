@@ -159,19 +159,19 @@ def test_a_set_is_copied_once_and_again_after_a_change_within_its_space_limit(ow
     url = "recursive://set"
     check_same(rollout_data.open(path), rollout_data.open(url))
     fetched = sum(stop - start for _, start, stop in monkey.requests if stop)
-    assert fetched == sum(one.stat().st_size for one in root.rglob("*") if one.is_file())
+    assert fetched == sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     monkey.requests.clear()
     check_same(rollout_data.open(path), rollout_data.open(url))
-    assert not [one for one in monkey.requests if one[2]]
+    assert not [request for request in monkey.requests if request[2]]
     table = next(root.glob("data/**/*.parquet"))
     table.touch()
     rollout_data.open(url)
-    assert [one for one in monkey.requests if one[2]]
+    assert [request for request in monkey.requests if request[2]]
     with pytest.raises(UsageError, match="cache_bytes is 1000"):
         rollout_data.open(
             "recursive://set", remote=RemoteOptions(cache_bytes=1000, chunk_bytes=5000)
         )
-    assert sum(one.is_dir() for one in cache.iterdir()) == 2
+    assert sum(path.is_dir() for path in cache.iterdir()) == 2
 
 
 class Recursive(LaggingFileSystem):
@@ -454,7 +454,7 @@ def test_a_path_of_a_copy_shows_the_url_and_opens_the_copy(own, tmp_path):
         pickle.loads(pickle.dumps(file)) == file == Path(os.fspath(file))
         and len({file, Path(os.fspath(file))}) == 1
     )
-    assert {one.name for one in far.iterdir() if one.name[0] != "."} == {
+    assert {path.name for path in far.iterdir() if path.name[0] != "."} == {
         one.name for one in path.iterdir()
     } - {one.name for one in path.glob(".*")}
-    assert {str(one) for one in far.rglob("info.json")} == {str(file)}
+    assert {str(path) for path in far.rglob("info.json")} == {str(file)}

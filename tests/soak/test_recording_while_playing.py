@@ -64,8 +64,8 @@ class Watch:
 
     def report(self) -> dict[str, list[float]]:
         """Return medians after a sixth of the time, and at the end."""
-        early = [one[1:] for one in self.samples if 1 / 6 <= one[0] / self.duration_s < 1 / 3]
-        late = [one[1:] for one in self.samples if one[0] / self.duration_s >= 5 / 6]
+        early = [item[1:] for item in self.samples if 1 / 6 <= item[0] / self.duration_s < 1 / 3]
+        late = [item[1:] for item in self.samples if item[0] / self.duration_s >= 5 / 6]
         names = ("bytes", "maps", "descriptors")
         columns = zip(names, zip(*early, strict=True), zip(*late, strict=True), strict=True)
         return {

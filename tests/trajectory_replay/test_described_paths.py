@@ -17,7 +17,7 @@ def trajectory(number, steps=4):
 
 
 def numbers(buffer):
-    return sorted({int(buffer.get(one)["rewards"][0, 0]) for one in buffer.trajectory_ids})
+    return sorted({int(buffer.get(name)["rewards"][0, 0]) for name in buffer.trajectory_ids})
 
 
 def test_a_checkpoint_saved_under_save_path_is_loaded_from_load_path(tmp_path):

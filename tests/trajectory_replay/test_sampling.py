@@ -405,7 +405,7 @@ def test_only_trajectories_of_a_recent_policy_are_drawn() -> None:
         buffer.sample(1, min_weights_version=3)
     assert (
         buffer.about(7)["weights_version"] == 2
-        and len({buffer.about(one)["uuid"] for one in range(8)}) == 8
+        and len({buffer.about(number)["uuid"] for number in range(8)}) == 8
     )
 
 

@@ -62,7 +62,7 @@ def test_the_cache_equals_an_ordered_dict(
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
     cache.clear()
-    assert len(cache) == 0 and cache.nbytes == 0 and not any(one in cache for one in range(9))
+    assert len(cache) == 0 and cache.nbytes == 0 and not any(number in cache for number in range(9))
 
 
 def test_get_returns_a_copy() -> None:
@@ -120,10 +120,10 @@ def test_threads_put_and_get_at_once() -> None:
     def work(start: int) -> None:
         for number in range(start, 400, 4):
             cache.put(number, {"x": torch.full((1 + number % 6, 3), float(number))})
-            for one in cache.ids:
+            for name in cache.ids:
                 try:
-                    if not (cache.get(one)["x"] == one).all():
-                        failures.append(one)
+                    if not (cache.get(name)["x"] == name).all():
+                        failures.append(name)
                 except MissingFieldError:
                     pass
 

@@ -71,9 +71,9 @@ def test_a_resumed_buffer_draws_the_same_samples_as_the_original(
             resumed.trajectory_ids == buffer.trajectory_ids
             and resumed.total_samples == buffer.total_samples
         )
-        for one in range(5):
-            assert equal(resumed.get(one), trajectory(one, 2 + one % 3, 2))
-            assert resumed.about(one) == buffer.about(one)
+        for number in range(5):
+            assert equal(resumed.get(number), trajectory(number, 2 + number % 3, 2))
+            assert resumed.about(number) == buffer.about(number)
         assert resumed.add(trajectory(9)) == buffer.add(trajectory(9)) == 5
     assert len(names_in(tmp_path / "a")) == 5 + 2
 
@@ -192,8 +192,8 @@ def test_checkpoints_of_ranks_under_one_path_are_loaded_as_one_checkpoint(tmp_pa
         for rank in range(3)
     ]
     for rank, buffer in enumerate(buffers):
-        for one in range(2):
-            buffer.add(trajectory(10 * rank + one))
+        for number in range(2):
+            buffer.add(trajectory(10 * rank + number))
         buffer.close()
     whole = TrajectoryReplayBuffer()
     whole.load_checkpoint(tmp_path)
@@ -222,10 +222,10 @@ def test_an_existing_folder_is_loaded() -> None:
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(FOREIGN)
     assert buffer.trajectory_ids == [0, 1, 2] and buffer.total_samples == 32
-    for one in range(3):
-        expected = torch.load(FOREIGN / f"trajectory_{one}_w{one % 2}.pt", weights_only=True)
-        assert equal(buffer.get(one), expected)
-        assert buffer.about(one)["model_weights_id"] == f"w{one % 2}"
+    for number in range(3):
+        expected = torch.load(FOREIGN / f"trajectory_{number}_w{number % 2}.pt", weights_only=True)
+        assert equal(buffer.get(number), expected)
+        assert buffer.about(number)["model_weights_id"] == f"w{number % 2}"
     sample = buffer.sample(100)
     assert (
         sample["curr_obs"]["img"].shape == (100, 2, 2)
@@ -371,8 +371,8 @@ def test_save_checkpoint_waits_for_pending_saves(tmp_path: Path) -> None:
         {"auto_save": True, "auto_save_path": tmp_path / "auto", "enable_cache": False},
     )
     with TrajectoryReplayBuffer(monitor=disk, **options) as buffer:
-        for one in range(4):
-            buffer.add(trajectory(one))
+        for number in range(4):
+            buffer.add(trajectory(number))
         assert set((drawn(buffer, 300) // 10_000).tolist()) == {0, 1, 2, 3}
         assert not list((tmp_path / "auto").glob("*.h5"))
         thread = threading.Thread(target=buffer.save_checkpoint, args=(tmp_path / "a",))
@@ -390,7 +390,9 @@ def test_add_waits_while_the_queue_of_saves_is_full(tmp_path: Path) -> None:
         {"auto_save": True, "auto_save_path": tmp_path, "max_pending_saves": 2},
     )
     with TrajectoryReplayBuffer(monitor=disk, **options) as buffer:
-        thread = threading.Thread(target=lambda: [buffer.add(trajectory(one)) for one in range(6)])
+        thread = threading.Thread(
+            target=lambda: [buffer.add(trajectory(number)) for number in range(6)]
+        )
         thread.start()
         thread.join(0.1)
         assert thread.is_alive() and len(buffer) <= 5
@@ -470,7 +472,7 @@ def test_more_files_than_can_be_mapped_are_mapped_in_turn(
         "sample_window_size": 3,
     }
     with TrajectoryReplayBuffer(**options) as buffer:
-        for one in range(12):
-            buffer.add(trajectory(one, 2, 2))
+        for number in range(12):
+            buffer.add(trajectory(number, 2, 2))
             buffer.flush()
             drawn(buffer, 40)

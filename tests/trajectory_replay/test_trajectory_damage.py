@@ -36,7 +36,7 @@ def known_of(folder: Path) -> tuple[Any, ...]:
     """Return everything that an index stores."""
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(folder, verify=False)
-    told = [buffer.about(one) for one in buffer.trajectory_ids]
+    told = [buffer.about(name) for name in buffer.trajectory_ids]
     return told, buffer.rng.get_state().tolist(), buffer.add({"rewards": torch.zeros(1, 1, 1)})
 
 
@@ -107,8 +107,8 @@ def test_a_file_that_vanished_is_named_with_its_trajectory(
     tmp_path: Path, file_format: str, ask: str
 ) -> None:
     with TrajectoryReplayBuffer(trajectory_format=file_format) as buffer:
-        for one in range(2):
-            buffer.add(trajectory(one, 2, 2))
+        for number in range(2):
+            buffer.add(trajectory(number, 2, 2))
         buffer.save_checkpoint(tmp_path / "a")
     options = {"auto_save": True, "auto_save_path": tmp_path / "auto", "enable_cache": False}
     with TrajectoryReplayBuffer(**options) as buffer:

@@ -18,8 +18,8 @@ def save_ranks(folder: Path, file_format: str) -> Path:
     """Save two ranks with equal counters: ids 0 and 1 each, of the trajectories 0, 1 and 10, 11."""
     for rank in range(2):
         buffer = TrajectoryReplayBuffer(trajectory_format=file_format)
-        for one in range(2):
-            buffer.add(trajectory(10 * rank + one, 2 + rank, 2))
+        for number in range(2):
+            buffer.add(trajectory(10 * rank + number, 2 + rank, 2))
         buffer.save_checkpoint(folder / f"rank_{rank}")
     return folder
 
@@ -27,11 +27,13 @@ def save_ranks(folder: Path, file_format: str) -> Path:
 def check(folder: Path, numbers: list[int], **options: Any) -> None:
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(folder, **options)
-    found = [buffer.get(one) for one in buffer.trajectory_ids]
+    found = [buffer.get(name) for name in buffer.trajectory_ids]
     assert len(found) == len(numbers)
     assert all(
         equal(*pair)
-        for pair in zip(found, [trajectory(one, 2 + one // 10, 2) for one in numbers], strict=True)
+        for pair in zip(
+            found, [trajectory(number, 2 + number // 10, 2) for number in numbers], strict=True
+        )
     )
 
 

@@ -124,15 +124,15 @@ def test_field_names_that_are_not_a_collection_raise() -> None:
 def test_a_failed_sample_leaves_the_random_state(tmp_path: Path, saves: bool) -> None:
     options = {"auto_save": True, "auto_save_path": tmp_path, "cache_size": 1} if saves else {}
     with TrajectoryReplayBuffer(**options) as buffer:
-        for one in range(3):
-            buffer.add(trajectory(one, without=["half"] if one == 1 else []))
+        for number in range(3):
+            buffer.add(trajectory(number, without=["half"] if number == 1 else []))
         state = buffer.rng.get_state()
         for key in ("nothing", "half"):  # none has it, one does not
             with pytest.raises(KeyError, match=f"trajectory .* has no field .{key}."):
                 buffer.sample(200, keys=["rewards", key])
             assert torch.equal(buffer.rng.get_state(), state)
-        for one in range(3):
-            buffer.add(trajectory(one, without=["half"]))
+        for number in range(3):
+            buffer.add(trajectory(number, without=["half"]))
         with pytest.raises(KeyError):
             buffer.sample(200, keys=["nothing"])
         assert torch.equal(buffer.rng.get_state(), state)
@@ -143,8 +143,8 @@ def test_a_monitor_records_the_time_of_each_call(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=tmp_path / "auto", monitor=monitor
     ) as buffer:
-        for one in range(3):
-            buffer.add(trajectory(one))
+        for number in range(3):
+            buffer.add(trajectory(number))
         buffer.add_trajectories([trajectory(3), trajectory(4)])
         for _ in range(7):
             buffer.sample(5)

@@ -32,7 +32,7 @@ def check(folder: Path, numbers: list[int]) -> None:
         warnings.simplefilter("error")
         found.load_checkpoint(folder)
     assert found.trajectory_ids == numbers
-    assert all(equal(found.get(one), trajectory(one, 2, 2)) for one in numbers)
+    assert all(equal(found.get(number), trajectory(number, 2, 2)) for number in numbers)
 
 
 def add(buffer: TrajectoryReplayBuffer, numbers: range) -> None:
@@ -122,8 +122,8 @@ def test_other_trajectories_with_the_same_ids_are_not_overwritten(tmp_path: Path
     with saving(tmp_path / "auto") as buffer:
         with pytest.warns(RolloutDataWarning) as caught:
             buffer.load_checkpoint(tmp_path / "checkpoint")
-        told = [str(one.message) for one in caught]
-        assert len(told) == 2 and all(one.filename == __file__ for one in caught)
+        told = [str(warning.message) for warning in caught]
+        assert len(told) == 2 and all(warning.filename == __file__ for warning in caught)
         assert "2 trajectories of" in told[0] and "have ids that other trajectories in" in told[0]
         assert "has 2 trajectories of an earlier run" in told[1]
         check(tmp_path / "auto", [0, 1])

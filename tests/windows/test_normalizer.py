@@ -55,12 +55,12 @@ def test_unnormalize_restores_a_normalized_batch(folder, mode):
     scale = Normalizer(statistics, mode)
     normal = scale.normalize(batch)
     back = scale.unnormalize(normal)
-    for one, name in (
+    for tensor, name in (
         (batch["observation"][key], f"observation/{key}") for key in ("pose", "height", "image")
     ):
         key, values = name.split("/")[1], normal["observation"][name.split("/")[1]]
-        assert values.dtype == one.dtype and torch.equal(scale.normalize(one, name), values)
-        assert torch.allclose(back["observation"][key], one, atol=1e-5)
+        assert values.dtype == tensor.dtype and torch.equal(scale.normalize(tensor, name), values)
+        assert torch.allclose(back["observation"][key], tensor, atol=1e-5)
         varying = values[..., 0] if key == "pose" else values
         if mode == "mean_std":
             assert (
@@ -313,7 +313,10 @@ def test_the_scale_of_a_dimension_does_not_depend_on_the_others(arm, mode):
 
 
 def test_the_doctor_names_a_dimension_with_narrow_quantiles(arm):
-    found = {one.field: one for one in rollout_data.doctor(arm["path"], only=["VAL18"]).findings}
+    found = {
+        finding.field: finding
+        for finding in rollout_data.doctor(arm["path"], only=["VAL18"]).findings
+    }
     assert set(found) == {"action", "observation"} and found["action"].severity == "info"
     assert "'action'[1] lie within 1.568" in found["action"].message
     assert found["action"].evidence["dimensions"] == [1]

@@ -55,7 +55,7 @@ def side_by_side(loaders, num_batches):
     for _ in range(num_batches):
         parts = [
             names(batch) if batch is not None else []
-            for batch in (next(one, None) for one in iterators)
+            for batch in (next(iterator, None) for iterator in iterators)
         ]
         if not any(parts):
             break
