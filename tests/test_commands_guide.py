@@ -20,8 +20,8 @@ def printed(block: str, capsys: pytest.CaptureFixture[str]) -> str:
     lines = []
     for call in CALL.findall(block):
         main(shlex.split(call))
-        told = capsys.readouterr()
-        lines.append(f"$ rollout-data {call}\n{told.out}{told.err}")
+        output = capsys.readouterr()
+        lines.append(f"$ rollout-data {call}\n{output.out}{output.err}")
     return "".join(lines)
 
 

@@ -205,8 +205,8 @@ def batches(
     """
 
     def prepare() -> Callable[[], Any]:
-        given = generator() if callable(generator) else generator
-        storage = full_storage("cuda", kind, generator=given)
+        own_generator = generator() if callable(generator) else generator
+        storage = full_storage("cuda", kind, generator=own_generator)
         storage.compute_returns(torch.ones(NUM_ENVS, 1, device="cuda"), 0.9, 0.8)
         return lambda: list(storage.mini_batch_generator(2, 2, **options))
 

@@ -135,8 +135,8 @@ def test_changing_a_sample_changes_neither_the_buffer_nor_the_next_sample(kind: 
     torch.manual_seed(1)
     others = make(True)
     for _ in range(6):
-        given, expected = flatten(ours(NUM_ROWS)), flatten(others(NUM_ROWS))
-        for name, leaf in given.items():
+        samples, expected = flatten(ours(NUM_ROWS)), flatten(others(NUM_ROWS))
+        for name, leaf in samples.items():
             assert torch.equal(leaf, expected[name])
             leaf.zero_()
             leaf.unsqueeze_(0)

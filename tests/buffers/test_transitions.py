@@ -452,8 +452,8 @@ def test_reserved_field_names_of_transitions_raise(taken, options):
     with pytest.raises(UsageError, match=f"the field name '{taken}' is reserved"):
         buffer.sample_transitions(4, **options)
     others = {"num_steps": 1, "at_end": "exclude", "next_keys": ()}
-    given = buffer.sample_transitions(4, **others)[first]
-    assert torch.equal(given[rest] if rest else given, torch.ones(4, 1))
+    alone = buffer.sample_transitions(4, **others)[first]
+    assert torch.equal(alone[rest] if rest else alone, torch.ones(4, 1))
 
 
 def test_options_of_transitions_may_be_numpy_numbers():

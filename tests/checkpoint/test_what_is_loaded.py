@@ -159,10 +159,10 @@ def test_random_states_are_loaded_and_continue(tmp_path: Path) -> None:
 
 
 def test_namespaces_are_loaded(tmp_path: Path) -> None:
-    given = argparse.Namespace(
+    arguments = argparse.Namespace(
         rate=0.1, inner=argparse.Namespace(seed=np.int64(3), w=torch.ones(2)), names=["a"]
     )
-    found = back(tmp_path, {"args": given})["args"]
+    found = back(tmp_path, {"args": arguments})["args"]
     assert type(found) is argparse.Namespace and found.rate == 0.1 and found.names == ["a"]
     assert (
         type(found.inner) is argparse.Namespace

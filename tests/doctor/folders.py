@@ -83,7 +83,9 @@ class Block:
                 tables[table][name] = ArrayRows(
                     rows.view(np.uint8).reshape(num_rows, column.row_bytes)
                 )
-        notes = {EPISODES: [(number, json.dumps(said).encode()) for number, said in self.notes]}
+        notes = {
+            EPISODES: [(number, json.dumps(metadata).encode()) for number, metadata in self.notes]
+        }
         content = BlockContent(
             schema,
             self.writer,

@@ -63,10 +63,10 @@ def recorded(path: Path, episodes: list[Episode]) -> Path:
                 if name not in ("observation", "said", "terminated")
             }
             observation = {name: values[:, None] for name, values in one["observation"].items()}
-            said = [[one.get("said")] if last else None for last in is_last[:, 0]]
+            notes = [[one.get("said")] if last else None for last in is_last[:, 0]]
             writer.add_rollout(
                 observation=observation, terminated=is_last & is_end, truncated=is_last & (not is_end),
-                episode=said, **rows,
+                episode=notes, **rows,
             )  # fmt: skip
     return path
 

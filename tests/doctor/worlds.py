@@ -136,8 +136,8 @@ def arm(rng: Rng, num: int = 24) -> World:
             np.float64
         )
         final = {name: values[-1] for name, values in parts.items()}
-        said = {"task": tasks[number % 3], "success": bool(wins)}
-        episodes.append(Ep(fields, "terminated" if wins else "truncated", final, said))
+        notes = {"task": tasks[number % 3], "success": bool(wins)}
+        episodes.append(Ep(fields, "terminated" if wins else "truncated", final, notes))
     return World(episodes, about("ArmCell"))
 
 

@@ -36,8 +36,8 @@ def broken(code: str, **variants: Any) -> Any:
     """Register a defect, or one for each variant: name -> further argument."""
 
     def register(make: Callable[..., Broken]) -> Callable[..., Broken]:
-        for suffix, given in (variants or {"": None}).items():
-            call = make if not variants else (lambda path, rng, g=given: make(path, rng, g))
+        for suffix, extra in (variants or {"": None}).items():
+            call = make if not variants else (lambda path, rng, g=extra: make(path, rng, g))
             FILES[f"{make.__name__}_{suffix}".rstrip("_")] = (code, call)
         return make
 

@@ -39,8 +39,8 @@ def defect(
 
     def register(change: Callable[..., Named]) -> Callable[..., Named]:
         name = change.__name__
-        for suffix, given in (variants or {"": None}).items():
-            call = change if not variants else (lambda w, r, g=given: change(w, r, g))
+        for suffix, extra in (variants or {"": None}).items():
+            call = change if not variants else (lambda w, r, g=extra: change(w, r, g))
             full = f"{name}_{suffix}".rstrip("_")
             VALUES[full] = Made(code, world, call, formats or Made.formats)
         return change

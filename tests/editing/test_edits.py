@@ -75,9 +75,9 @@ def edit_files(path: Path) -> list[Path]:
 
 
 def test_every_reader_skips_dropped_trajectories(walk: Path, tmp_path: Path) -> None:
-    every, gone = ids(walk), set(GONE)
+    every, dropped = ids(walk), set(GONE)
     assert drop(walk, GONE) == 4
-    left, numbers = every - gone, {number_of(one) for one in every - gone}
+    left, numbers = every - dropped, {number_of(one) for one in every - dropped}
     assert ids(walk) == by_the_format(walk) == left, "also readers that know nothing of edits"
     assert streamed(walk) == streamed(rollout_data.open(walk)) == numbers
     assert streamed([walk], random_shuffle_traj_order=True, seed=3) == numbers
@@ -145,28 +145,28 @@ def test_edits_equal_set_operations_and_undoing_restores_the_recording(
     walk = tmp_path_factory.mktemp("law") / "walk"
     shutil.copytree(sound, walk)
     before, every = content(walk), ids(walk)
-    gone: set[str] = set()
-    said: dict[str, int] = {}
+    dropped: set[str] = set()
+    tags: dict[str, int] = {}
     for place, (step, numbers) in enumerate(steps):
         chosen = {f"a:{number}" for number in numbers}
         if step == "drop":
             drop(walk, chosen)
-            gone |= chosen
+            dropped |= chosen
         elif step == "undrop":
             undrop(walk, chosen)
-            gone -= chosen
-        elif step == "keep" and not chosen & gone:
+            dropped -= chosen
+        elif step == "keep" and not chosen & dropped:
             keep(walk, chosen)
-            gone |= every - chosen
+            dropped |= every - chosen
         elif step == "tag":
             assert tag(walk, chosen, place=place) == len(chosen)
-            said |= dict.fromkeys(chosen, place)
+            tags |= dict.fromkeys(chosen, place)
         elif step == "untag":
             untag(walk, chosen)
-            said = {one: value for one, value in said.items() if one not in chosen}
-        assert by_the_format(walk) == every - gone
+            tags = {one: value for one, value in tags.items() if one not in chosen}
+        assert by_the_format(walk) == every - dropped
         found = {episode.id: episode.metadata.get("place") for episode in rollout_data.open(walk)}
-        assert found == {one: said.get(one) for one in every - gone}
+        assert found == {one: tags.get(one) for one in every - dropped}
     undrop(walk)
     untag(walk)
     assert content(walk) == before and edits_of(walk) == {"dropped": [], "said": {}}
@@ -175,12 +175,12 @@ def test_edits_equal_set_operations_and_undoing_restores_the_recording(
 def test_a_tag_replaces_recorded_notes_and_untag_restores_them(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         for t in range(4):
-            said = {"task": "pick", "success": False, "grip": 1} if t % 2 else None
+            metadata = {"task": "pick", "success": False, "grip": 1} if t % 2 else None
             writer.add(
                 observation=np.zeros((1, 2)),
                 action=np.zeros((1, 1)),
                 done=[t % 2 == 1],
-                episode=[said],
+                episode=[metadata],
             )
     recording = rollout_data.open(tmp_path)
     assert tag(tmp_path, 0, success=True, reviewer="ada") == 1
@@ -230,7 +230,9 @@ def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
     for thread in threads:
         thread.join()
     assert ids(walk) == {*every} - {*every[6:10]}
-    places = {one: told[2]["place"] for one, told in content(walk).items() if "place" in told[2]}
+    places = {
+        one: episode[2]["place"] for one, episode in content(walk).items() if "place" in episode[2]
+    }
     assert places == {one: one for one in every[10:16]}
     assert not [name for name in os.listdir(walk) if name.startswith((".tmp", ".rollout"))]
 
@@ -365,9 +367,9 @@ def test_the_commands_edit_and_undo(walk: Path, capsys) -> None:
 
 def test_a_tag_of_none_states_that_a_value_is_unknown(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        said = {"task": "pick", "success": True}
+        metadata = {"task": "pick", "success": True}
         writer.add(
-            observation=np.zeros((1, 2)), action=np.zeros((1, 1)), done=[True], episode=[said]
+            observation=np.zeros((1, 2)), action=np.zeros((1, 1)), done=[True], episode=[metadata]
         )
     tag(tmp_path, 0, success=None)
     (episode,) = rollout_data.open(tmp_path)
@@ -383,5 +385,5 @@ def test_a_stream_follows_edits_from_its_next_scan(walk: Path) -> None:
     drop(walk, GONE)
     while (batch := next(dataset, None)) is not None:
         begun += batch.observation[batch.is_first].reshape(-1)[:1].int().tolist()
-    gone = {number_of(one) for one in GONE}
-    assert sorted(begun) == sorted([*every, *(every - gone)])
+    dropped = {number_of(one) for one in GONE}
+    assert sorted(begun) == sorted([*every, *(every - dropped)])

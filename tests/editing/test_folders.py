@@ -114,7 +114,9 @@ def test_names_that_two_recordings_share_do_not_collide(walk: Path, tmp_path: Pa
     done = merge([walk, tmp_path / "other"], tmp_path / "both")
     assert done.renamed == {(1, "a"): "a-2"} and done.num_trajectories == 20
     found = content(tmp_path / "both")
-    assert {one: told for one, told in found.items() if not one.startswith("a-2")} == content(walk)
+    assert {one: episode for one, episode in found.items() if not one.startswith("a-2")} == content(
+        walk
+    )
     assert found["a-2:0"][2]["task"] == "pull" and found["a-2:1"][0]["observation"][0][0] == 701
     assert (
         edits_of(tmp_path / "both")["dropped"] == ["a:1", "b:7"]

@@ -85,7 +85,7 @@ def test_a_flipped_byte_costs_only_its_trajectory(sound: Path, tmp_path_factory,
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(raw)
     before, whole = files(folder / "walk"), content(sound)
-    told = check_folder(folder / "walk").problems
+    problems = check_folder(folder / "walk").problems
     done = repair(folder / "walk", folder / "new")
     assert not done.problems and not done.remaining
     assert not check_folder(folder / "new").problems
@@ -100,10 +100,10 @@ def test_a_flipped_byte_costs_only_its_trajectory(sound: Path, tmp_path_factory,
     hit = {f"{header.writer}:{number}" for number in header.fragments["trajectory"]}
     is_edit = "_1000000" in path.name
     if not is_edit:
-        assert left == {one: told for one, told in whole.items() if one in left}, (
+        assert left == {one: episode for one, episode in whole.items() if one in left}, (
             "what is left is bit-equal"
         )
-        assert whole.keys() - left.keys() <= hit and (told or left == whole)
+        assert whole.keys() - left.keys() <= hit and (problems or left == whole)
     repair(folder / "walk", folder / "again", progress=False)
     assert {name: one for name, (one, _) in files(folder / "new").items()} == {
         name: one for name, (one, _) in files(folder / "again").items()
@@ -172,11 +172,11 @@ def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
         and not done.remaining
         and not done.problems
     )
-    told = {
+    reports = {
         one["code"]: one
         for one in json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]
     }
-    assert told["FIL01"]["trajectories"] == [damaged] and told["STA01"]["kind"] == "-"
+    assert reports["FIL01"]["trajectories"] == [damaged] and reports["STA01"]["kind"] == "-"
     with pytest.raises(
         DataFileError,
         match=r"'rollout_arm_000000.h5' in .* is damaged\. Repair the rules FIL and STR too",
@@ -316,8 +316,8 @@ def test_a_repaired_defect_has_no_finding_and_other_data_are_bit_equal(
     new = content(tmp_path / "new")
     assert sorted(rollout_data.open(done.path).column("length").tolist()) == lengths
     touched = {rollout_data.open(tmp_path / "walk").ids[place] for place in finding.trajectories}
-    assert {name: told for name, told in new.items() if not name.startswith("mended")} == {
-        name: told for name, told in old.items() if name not in touched
+    assert {name: episode for name, episode in new.items() if not name.startswith("mended")} == {
+        name: episode for name, episode in old.items() if name not in touched
     }
     again = repair(tmp_path / "walk", tmp_path / "again", only=[code])
     assert {k: v for k, (v, _) in files(done.path).items()} == {
@@ -428,8 +428,8 @@ def test_a_repaired_description_has_no_finding(tmp_path: Path, name: str) -> Non
         and not doctor(done.path, only=[case.code]).findings
     )
     left = {episode.metadata.get("id", episode.id) for episode in rollout_data.open(done.path)}
-    gone = {int(one.rpartition(":")[2]) for one in whole - left}
-    assert left < whole if name == "missing_block" else gone == named, (
+    dropped = {int(one.rpartition(":")[2]) for one in whole - left}
+    assert left < whole if name == "missing_block" else dropped == named, (
         "left out, or divided under other names"
     )
 

@@ -13,13 +13,17 @@ EXAMPLES = ROOT / "examples"
 
 def started(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Start Python in a folder. Names that end in ".py" are examples. Each has one thread."""
-    given = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}", "OMP_NUM_THREADS": "1", **environment}
+    variables = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__"]
     command += [
         str(EXAMPLES / argument) if argument.endswith(".py") else argument for argument in arguments
     ]
     return subprocess.run(
-        command, cwd=folder, env=os.environ | given, capture_output=True, text=True
+        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True
     )
 
 

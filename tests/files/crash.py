@@ -59,11 +59,11 @@ def record_until_killed(folder: Path, seed: int) -> None:
     count = 0
     with RolloutWriter(folder / "data", num_envs, **options) as writer:
         while True:
-            said = [
+            notes = [
                 {"number": int(n)} if age == 0 else None
                 for n, age in zip(numbers, ages, strict=True)
             ]
-            writer.add(**step_of(rng, num_envs, ages, numbers), episode=said, mode="slow")
+            writer.add(**step_of(rng, num_envs, ages, numbers), episode=notes, mode="slow")
             count += num_envs
             added.set(count)
             if seed % 4 == 0:
@@ -122,7 +122,7 @@ def check_recording(folder: Path) -> int:
     """Check every value of every frame. Return the number of frames."""
     num_frames, (notes, store) = 0, notes_of(folder)
     keys = store.index.keys(np.arange(len(store.index)))
-    said = dict(zip(keys, notes.column(store, "number"), strict=True))
+    noted = dict(zip(keys, notes.column(store, "number"), strict=True))
     for trajectory in trajectories_of(folder):
         observation = trajectory.column("observation")
         assert (observation[:, 0] == trajectory.env).all() and (
@@ -136,7 +136,7 @@ def check_recording(folder: Path) -> int:
                 observation[0, 1],
                 trajectory.length,
             ]
-        assert said[trajectory.writer, trajectory.number] == observation[0, 1], (
+        assert noted[trajectory.writer, trajectory.number] == observation[0, 1], (
             "what was said is there with the first frame"
         )
         num_frames += trajectory.length

@@ -50,8 +50,8 @@ def iterate(dataset, reading, num_workers, start_method):
         config = DataLoaderConfiguration(
             dispatch_batches=False if reading == "accelerate-shard" else None
         )
-        given = rollout_data.loader(dataset) if reading == "accelerate-loader" else batches
-        return Accelerator(cpu=True, dataloader_config=config).prepare(given)
+        source = rollout_data.loader(dataset) if reading == "accelerate-loader" else batches
+        return Accelerator(cpu=True, dataloader_config=config).prepare(source)
     if reading.startswith("fabric"):
         from lightning.fabric import Fabric
 

@@ -327,11 +327,11 @@ def test_an_error_of_the_operating_system_is_printed_in_one_line(tmp_path, capsy
     inside_a_file = tmp_path / "file" / "out"
     inside_a_file.parent.write_text("")
     no_data = "has no known format" if command == "info" else "a folder"
-    given = [("x" * 300, "File name too long"), (str(tmp_path / "data" / "metadata.json"), no_data)]
-    for folder, told in given:
+    cases = [("x" * 300, "File name too long"), (str(tmp_path / "data" / "metadata.json"), no_data)]
+    for folder, message in cases:
         assert main([command, folder, *more]) in (1, 2)
         (line,) = capsys.readouterr().err.splitlines()
-        assert told in line
+        assert message in line
     if command == "pack":
         assert main(["pack", str(tmp_path / "data"), str(inside_a_file)]) in (1, 2)
         (line,) = capsys.readouterr().err.splitlines()
@@ -377,12 +377,12 @@ def test_a_folder_without_a_dataset_is_an_error(tmp_path, capsys, content, call)
     for name, text in content.items():
         (tmp_path / name).write_bytes(text)
     assert main([*call.split(), str(tmp_path)]) == 1
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        told.out == ""
-        and "has neither blocks (rollout_*.h5) nor a metadata.json with fields" in told.err
+        output.out == ""
+        and "has neither blocks (rollout_*.h5) nor a metadata.json with fields" in output.err
     )
-    assert len(told.err.splitlines()) == 1
+    assert len(output.err.splitlines()) == 1
 
 
 def test_info_succeeds_without_frames_without_metadata_and_with_damaged_blocks(tmp_path, capsys):
@@ -420,10 +420,10 @@ def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path, capsys)
         and len(text.splitlines()) == 2
     )
     assert main(["info", str(tmp_path / evil)]) == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == 1 and told[:-1].isprintable()
+    lines = capsys.readouterr().err
+    assert len(lines.splitlines()) == 1 and lines[:-1].isprintable()
     record(tmp_path / evil)
     capsys.readouterr()
     assert main(["prune", str(tmp_path / evil), "--trajectories", "1", "--dry-run"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) > 1 and all(line.isprintable() for line in told)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1 and all(line.isprintable() for line in lines)

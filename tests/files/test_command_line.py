@@ -56,8 +56,8 @@ RunCommand = Callable[[Sequence[str]], tuple[int, str, str]]
 def run_command(capsys: pytest.CaptureFixture[str]) -> RunCommand:
     def call(arguments: Sequence[str]) -> tuple[int, str, str]:
         code = main(list(map(str, arguments)))
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return call
 
@@ -77,8 +77,8 @@ def test_help_shows_the_function_and_an_example_of_the_command(
 
 def test_the_overview_has_every_command_with_its_summary(run_command: RunCommand) -> None:
     code, out, _ = run_command(["--help"])
-    said = " ".join(out.split())
-    assert code == 0 and all(f"{name} {row.summary}" in said for name, row in COMMANDS.items())
+    text = " ".join(out.split())
+    assert code == 0 and all(f"{name} {row.summary}" in text for name, row in COMMANDS.items())
     assert all(f" {name}" in run_command(["convert", "-h"])[1] for name in (*WRITERS, *EXPORTS))
 
 
@@ -167,10 +167,10 @@ def test_select_accepts_ids_and_conditions(
     walk: Path, run_command: RunCommand, which: list[str], numbers: list[int]
 ) -> None:
     recording = rollout_data.open(walk)
-    given = [recording.ids[int(one[2:])] if one.startswith("ID") else one for one in which]
-    assert selected(recording, given).ids == [recording.ids[number] for number in numbers]
+    arguments = [recording.ids[int(one[2:])] if one.startswith("ID") else one for one in which]
+    assert selected(recording, arguments).ids == [recording.ids[number] for number in numbers]
     code, out, _ = run_command(
-        ["ls", walk, "--json", *(part for one in given for part in ("--select", one))]
+        ["ls", walk, "--json", *(part for one in arguments for part in ("--select", one))]
     )
     assert code == 0 and [row["length"] for row in json.loads(out)] == [
         LENGTHS[number] for number in numbers

@@ -68,8 +68,8 @@ def test_the_rest_of_a_deleted_trajectory_is_not_valid_and_other_envs_do_not_cha
     for _ in range(chance.randint(1, 4)):
         next_of_all(uninterrupted, NUM_STEPS)
     state = json.loads(json.dumps(uninterrupted[0].state_dict()))
-    gone = chance.sample(sorted(set(playing(folder, state))), 3)
-    folder.delete(gone)
+    deleted = chance.sample(sorted(set(playing(folder, state))), 3)
+    folder.delete(deleted)
     # Its files are still mapped.
     expected = [next_of_all(uninterrupted, NUM_STEPS) for _ in range(8)]
     total = chance.choice([1, 2, 3])
@@ -84,7 +84,7 @@ def test_the_rest_of_a_deleted_trajectory_is_not_valid_and_other_envs_do_not_cha
             named |= names_of(ranks)
             ranks = [opened(folder.data_dir, **options)]
             ranks[0].load_state_dict(states[0])
-        assert valid_of(next_of_all(ranks, NUM_STEPS)) == valid_of(batch, gone)
+        assert valid_of(next_of_all(ranks, NUM_STEPS)) == valid_of(batch, deleted)
     assert len(named | names_of(ranks)) == 3
 
 
@@ -93,8 +93,8 @@ def test_each_deleted_trajectory_is_named_once(tmp_path):
     first = opened(folder.data_dir)
     first.get_batch(1)
     state = first.state_dict()
-    gone = playing(folder, state)[:2]
-    folder.delete(gone)
+    deleted = playing(folder, state)[:2]
+    folder.delete(deleted)
     other = opened(folder.data_dir, num_transitions_per_env=NUM_STEPS, dataset_loops=1)
     other.load_state_dict(state)
     with warnings.catch_warnings(record=True) as raised:
@@ -110,7 +110,7 @@ def test_each_deleted_trajectory_is_named_once(tmp_path):
                 for frame in env
                 if frame[2]
             )
-            assert not {number for number, _ in frames} & set(gone) and len(set(frames)) == len(
+            assert not {number for number, _ in frames} & set(deleted) and len(set(frames)) == len(
                 frames
             )
             zeros = [batch.observation[~batch.valid & ~batch.is_last] for batch in rest]
@@ -126,9 +126,9 @@ def test_a_deleted_trajectory_has_the_same_effect_without_maps_or_memory(tmp_pat
     first = opened(folder.data_dir, dataset_loops=2)
     first.get_batch(1)
     state = first.state_dict()
-    gone = playing(folder, state)[2:4]
-    folder.delete(gone)
-    expected = [valid_of(next_of_all([first], 3), gone) for _ in range(6)]
+    deleted = playing(folder, state)[2:4]
+    folder.delete(deleted)
+    expected = [valid_of(next_of_all([first], 3), deleted) for _ in range(6)]
     request.getfixturevalue(system)
     resumed = opened(folder.data_dir, dataset_loops=2)
     resumed.load_state_dict(state)
@@ -145,9 +145,9 @@ def test_a_deleted_trajectory_ends_in_a_later_pass_where_it_would_have_ended(tmp
     first = opened(tmp_path, **options)
     first.get_batch(NUM_STEPS)
     state = first.state_dict()
-    (gone,) = {number for number in playing(folder, state) if number == NUM_ENVS}
-    folder.delete([gone])
-    expected = [valid_of(seen(first.get_batch(NUM_STEPS)), [gone]) for _ in range(24)]
+    (deleted,) = {number for number in playing(folder, state) if number == NUM_ENVS}
+    folder.delete([deleted])
+    expected = [valid_of(seen(first.get_batch(NUM_STEPS)), [deleted]) for _ in range(24)]
     other = opened(tmp_path, **options)
     batches = rollout_data.loader(other, num_workers)
     batches.load_state_dict(state)

@@ -111,7 +111,7 @@ def test_components_of_a_recording_may_have_any_of_their_names(tmp_path):
     expected = dataset.get_batch(4).observation[:, 0]
     episode = rollout_data.open(tmp_path)[0].observation
     counts = np.rint(rows["depth"][:, 0] * 255).astype(np.uint8)
-    given = [
+    components = [
         {"observation": episode},
         {"observation/depth": episode["depth"], "observation/proprio": episode["proprio"]},
         {
@@ -124,7 +124,7 @@ def test_components_of_a_recording_may_have_any_of_their_names(tmp_path):
             "actions": np.zeros((4, 1)),
         },
     ]
-    for traj_data in given:
+    for traj_data in components:
         found = dataset.assemble_obs_components(traj_data)
         assert torch.equal(found, expected) and found.dtype is torch.float32
 

@@ -38,13 +38,13 @@ def test_keywords_that_are_not_recorded_are_named_in_a_warning(tmp_path):
 
 
 def test_nested_nonfinite_rewards_are_counted(tmp_path):
-    given = {"observation": torch.zeros(2, 3), "action": torch.zeros(2, 1)}
+    record = {"observation": torch.zeros(2, 3), "action": torch.zeros(2, 1)}
     with RolloutWriter(tmp_path, 2) as writer:
         writer.add(
-            **given,
+            **record,
             reward={"a": torch.tensor([float("nan"), 1]), "b": torch.tensor([1, float("inf")])},
         )
-        writer.add(**given, reward={"a": torch.ones(2), "b": torch.tensor([float("-inf"), 0])})
+        writer.add(**record, reward={"a": torch.ones(2), "b": torch.tensor([float("-inf"), 0])})
         assert writer.num_nonfinite_rewards == 3
 
 

@@ -215,13 +215,13 @@ def test_environments_may_use_different_names_in_infos(tmp_path, given_as):
 @pytest.mark.parametrize("form", ["a list", "one mapping"])
 def test_a_time_out_that_is_not_a_flag_raises(tmp_path, name, flag, form):
     infos = [{name: True}, {name: flag}, {name: None}]
-    given = infos if form == "a list" else {name: [info[name] for info in infos]}
+    passed = infos if form == "a list" else {name: [info[name] for info in infos]}
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         with pytest.raises(
             SchemaError,
             match=rf"'{name}' of infos must be a flag or None, got .* for environment 1",
         ):
-            writer.add(**record(given))
+            writer.add(**record(passed))
         writer.add(**record(sb3_infos()))
     check(tmp_path)
 
@@ -253,7 +253,7 @@ def test_two_names_of_a_time_out_must_agree(tmp_path, form):
         {"TimeLimit.truncated": bool(cut), "time_outs": not cut if env == 1 else bool(cut)}
         for env, cut in enumerate(CUT)
     ]
-    given = (
+    passed = (
         infos if form == "a list" else {name: [info[name] for info in infos] for name in infos[0]}
     )
     with (
@@ -263,7 +263,7 @@ def test_two_names_of_a_time_out_must_agree(tmp_path, form):
             match=r"'time_outs' and 'TimeLimit\.truncated' of infos contradict each other for environment 1",
         ),
     ):
-        writer.add(**record(given))
+        writer.add(**record(passed))
 
 
 def test_keyword_arguments_take_precedence_over_infos(tmp_path):

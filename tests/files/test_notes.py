@@ -67,18 +67,18 @@ def record(folder: Path, num_steps: int, lengths=(3, 5), block_bytes=1 << 20, **
     expected, numbers, ages = {}, [0, 0], [0, 0]
     with RolloutWriter(folder, 2, block_bytes=block_bytes, durable=False, **options) as writer:
         for t in range(num_steps):
-            said, done = [None, None], [False, False]
+            notes, done = [None, None], [False, False]
             for env in (0, 1):
                 key = env, numbers[env]
                 if ages[env] == 0:
-                    said[env] = {"task": TASKS[numbers[env] % 3], "seed": 10 * env + numbers[env]}
+                    notes[env] = {"task": TASKS[numbers[env] % 3], "seed": 10 * env + numbers[env]}
                 ages[env] += 1
                 if ages[env] == lengths[env]:
-                    said[env] = {**(said[env] or {}), "success": numbers[env] % 2 == 0}
+                    notes[env] = {**(notes[env] or {}), "success": numbers[env] % 2 == 0}
                     done[env], ages[env], numbers[env] = True, 0, numbers[env] + 1
-                expected.setdefault(key, {}).update(said[env] or {})
+                expected.setdefault(key, {}).update(notes[env] or {})
             step(
-                writer, t, done=done, episode=said, instruction=[f"go to {t}", "stay"], mode="slow"
+                writer, t, done=done, episode=notes, instruction=[f"go to {t}", "stay"], mode="slow"
             )
     return expected
 
@@ -132,13 +132,13 @@ def test_episodes_with_coded_components_have_notes(tmp_path):
                 "cam": torch.full((1, 8, 8, 3), t, dtype=torch.uint8),
                 "joints": torch.zeros(1, 3),
             }
-            said = [{"task": "look"}] if t == 0 else None
+            notes = [{"task": "look"}] if t == 0 else None
             step = {
                 "action": torch.zeros(1, 1),
                 "reward": torch.zeros(1),
                 "done": torch.tensor([t == 3]),
             }
-            writer.add(observation=observation, episode=said, **step)
+            writer.add(observation=observation, episode=notes, **step)
     (episode,) = rollout_data.open(tmp_path)
     assert episode.task == "look" and episode.observation["cam"][:, 0, 0, 0].tolist() == [
         0,
@@ -159,15 +159,15 @@ def test_batches_have_the_number_of_the_task_on_demand(tmp_path):
     )
     dataset = RolloutDataset(tmp_path, 2, device="cpu", texts=True, cache="ram")
     first = dataset.get_batch(4)
-    told = {
+    notes = {
         text_id(text): text for text in [*TASKS, "stay", "slow", *(f"go to {t}" for t in range(30))]
     }
-    assert dataset.texts == windows.texts == WindowMixture([windows, windows]).texts == told
+    assert dataset.texts == windows.texts == WindowMixture([windows, windows]).texts == notes
     for t, n in np.ndindex(4, 2):
         assert dataset.texts[int(first.extras["task"][t, n])] == task_of_frame(task_of, first, t, n)
     buffer = dataset.get_buffer()
     dataset.fill_transition(buffer)
-    assert buffer.extras["task"].shape == (2,) and int(buffer.extras["task"][0]) in told
+    assert buffer.extras["task"].shape == (2,) and int(buffer.extras["task"][0]) in notes
     loaded = pickle.loads(pickle.dumps(windows))
     assert torch.equal(loaded.collate(loaded.__getitems__(range(60)))["task"], batch["task"])
 
@@ -207,8 +207,8 @@ def test_batches_of_other_formats_have_the_number_of_the_task():
 def test_an_episode_of_a_recording_has_its_notes_and_texts(tmp_path):
     expected = record(tmp_path, 15, block_bytes=500)
     for episode in rollout_data.open(tmp_path):
-        said = next(one for one in expected.values() if one["seed"] == episode.metadata["seed"])
-        assert (episode.task, episode.success) == (said["task"], said.get("success"))
+        notes = next(one for one in expected.values() if one["seed"] == episode.metadata["seed"])
+        assert (episode.task, episode.success) == (notes["task"], notes.get("success"))
         assert episode["mode"] == ["slow"] * len(episode) and "mode" not in episode.schema
         first = int(episode.observation[0, 0])
         one_by_one = [f"go to {first + t}" for t in range(len(episode))]
@@ -374,7 +374,7 @@ def test_notes_of_an_episode_have_at_most_one_mebibyte(tmp_path):
         step(writer, 2, num_envs=1, episode=large)
         writer.discard([0], leave_open=True)
         step(writer, 3, num_envs=1, episode=large)
-    assert [len(said) for said in said_in(tmp_path).values()] == [2, 1, 1]
+    assert [len(notes) for notes in said_in(tmp_path).values()] == [2, 1, 1]
 
 
 @pytest.fixture(scope="module")

@@ -158,9 +158,9 @@ def test_resuming_with_other_numbers_of_ranks_equals_the_uninterrupted_sequence_
             state = ranks[0].state_dict()
             writers = {path.name.split("_")[1]: number for number, path in folder.blocks.items()}
             playing = {writers[state["writers"][writer]] for writer, _ in state["trajectory"]}
-            gone = sorted((delivered & set(folder.blocks)) - playing)[:2]
-            if len(folder.blocks) - len(gone) >= NUM_ENVS:
-                folder.delete(gone)
+            deleted = sorted((delivered & set(folder.blocks)) - playing)[:2]
+            if len(folder.blocks) - len(deleted) >= NUM_ENVS:
+                folder.delete(deleted)
         elif event == "resume":
             states = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
             assert all(state == states[0] for state in states)
@@ -357,12 +357,12 @@ def test_an_error_of_the_scan_of_rank_0_reaches_all_ranks(tmp_path):
     for rank in ranks:
         rank.start()
     try:
-        told = [answers.get(timeout=150) for _ in ranks]
+        results = [answers.get(timeout=150) for _ in ranks]
     finally:
         for rank in ranks:
             rank.join(10)
             rank.kill()
-    assert told[0] == told[1] and "ZeroDivisionError: no folder is like this" in told[0]
+    assert results[0] == results[1] and "ZeroDivisionError: no folder is like this" in results[0]
 
 
 def test_processes_exchange_only_new_blocks():

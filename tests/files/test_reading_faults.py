@@ -421,10 +421,10 @@ def test_a_block_that_is_removed_before_its_notes_are_read_is_left_out(tmp_path,
     record(tmp_path, [3] * 12, num_envs=2, flush_every=4)
     document = json.loads((tmp_path / METADATA_NAME).read_text())
     (tmp_path / METADATA_NAME).write_text(json.dumps({**document, ENDS: UNKNOWN}))
-    gone = min(tmp_path.glob("rollout_*.h5"))
+    deleted = min(tmp_path.glob("rollout_*.h5"))
 
     def late(folder, block):
-        gone.unlink(missing_ok=True)
+        deleted.unlink(missing_ok=True)
         return read_header(block.path)
 
     monkeypatch.setattr(BlockFolder, "header_of", late)

@@ -111,9 +111,9 @@ ENDS = ["terminated", "truncated", "terminated", "terminated", "truncated", "tru
 @pytest.mark.parametrize("num_steps", [1, 5, 30, None])
 def test_a_recorded_batch_equals_its_source(tmp_path, num_steps, mark_first_frame):
     record(tmp_path / "a", [4, 7, 1, 2, 1, 6], 2, ends=ENDS)
-    look = {"num_transitions_per_env": num_steps, "mark_first_frame": mark_first_frame}
+    options = {"num_transitions_per_env": num_steps, "mark_first_frame": mark_first_frame}
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
-        for batch in opened(tmp_path / "a", 2, **look):
+        for batch in opened(tmp_path / "a", 2, **options):
             (writer.add if num_steps is None else writer.add_rollout)(batch)
     assert (
         contents_of(tmp_path / "b") == contents_of(tmp_path / "a")

@@ -123,7 +123,7 @@ def test_discrete_actions_are_recorded_as_executed(tmp_path):
 @pytest.mark.parametrize("discrete", [True, False])
 def test_actions_are_recorded_in_the_dtype_of_their_space(tmp_path, discrete):
     envs = make_envs(AutoresetMode.NEXT_STEP, discrete=discrete)
-    given = [1, 2, 3] if discrete else [[1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
+    rows = [1, 2, 3] if discrete else [[1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
     with RecordingWrapper(envs, tmp_path) as wrapper:
         wrapper.reset()
         for form in (
@@ -133,11 +133,11 @@ def test_actions_are_recorded_in_the_dtype_of_their_space(tmp_path, discrete):
             torch.tensor,
             lambda actions: np.array(actions, np.float64),
         ):
-            wrapper.step(form(given))
+            wrapper.step(form(rows))
     for trajectory in check_counting(tmp_path):
         action = trajectory.column("action")
         assert action.dtype == (np.int64 if discrete else np.float32)
-        assert action.tolist() == [given[trajectory.env]] * trajectory.length
+        assert action.tolist() == [rows[trajectory.env]] * trajectory.length
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))

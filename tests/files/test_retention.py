@@ -201,7 +201,7 @@ def test_a_long_pass_unmaps_deleted_files_that_are_not_being_played(tmp_path, co
     written(tmp_path, 400, **parts)
     dataset = RolloutDataset(tmp_path, 4, device="cpu", chunk_cache_bytes=0)
     first = dataset.get_batch(3).observation[:, :, 0]
-    gone = prune(tmp_path, frames=2000)
+    deleted = prune(tmp_path, frames=2000)
     assert still_mapped(tmp_path) > 100_000
     seen = []
     with pytest.warns(RolloutDataWarning, match="was removed"):
@@ -212,9 +212,9 @@ def test_a_long_pass_unmaps_deleted_files_that_are_not_being_played(tmp_path, co
     assert torch.equal(rows[:, 0], torch.cat([batch.action[batch.valid] for batch in seen])[:, 0])
     assert set(rows[:, 0].tolist()) >= set(range(1000, 2000)), "what is there is played to its end"
     assert first.tolist() == [[step, step, step + 10, step + 10] for step in range(3)]
-    assert dataset.source.num_vanished_blocks == len(gone)
+    assert dataset.source.num_vanished_blocks == len(deleted)
     texts = [str(problem) for problem in dataset.problems]
-    assert len(texts) == len(set(texts)) and any(str(gone[-1]) in text for text in texts)
+    assert len(texts) == len(set(texts)) and any(str(deleted[-1]) in text for text in texts)
 
 
 @pytest.mark.parametrize("codec", ["raw", "lz4"])

@@ -125,12 +125,12 @@ ALOHA_DAMAGE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("what", ALOHA_DAMAGE)
 def test_a_damaged_file_leaves_out_its_episode_only(tmp_path: Path, what: str) -> None:
-    change, said = ALOHA_DAMAGE[what]
+    change, message = ALOHA_DAMAGE[what]
     folder = aloha(tmp_path / "x", "padded")
     edited(folder / "episode_9.hdf5", change)
     recording = rollout_data.open(folder)
     assert [episode.id for episode in recording] == ["episode_2", "episode_10"]
-    with pytest.raises(DataFileError, match=said):
+    with pytest.raises(DataFileError, match=message):
         raise recording.problems[0]
 
 

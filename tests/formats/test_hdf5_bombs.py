@@ -79,9 +79,9 @@ BOMBS: dict[str, tuple[Any, str]] = {
 def test_data_that_unpack_to_too_much_are_refused_before_they_are_unpacked(
     tmp_path: Path, what: str
 ) -> None:
-    change, said = BOMBS[what]
+    change, message = BOMBS[what]
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))
-    with pytest.raises(CorruptFileError, match=said):
+    with pytest.raises(CorruptFileError, match=message):
         raise (
             recording.problems[0]
             if recording.problems

@@ -193,7 +193,7 @@ def test_statistics_have_exact_quantiles_of_each_episode_and_of_all_frames(
         lines = (tmp_path / "set" / "meta" / "episodes_stats.jsonl").read_text().splitlines()
         stats = [json.loads(line)["stats"] for line in lines]
         entries = [
-            {f"stats/{a}/{b}": v for a, told in one.items() for b, v in told.items()}
+            {f"stats/{a}/{b}": v for a, statistics in one.items() for b, v in statistics.items()}
             for one in stats
         ]
     for number, entry in enumerate(entries):
@@ -265,8 +265,8 @@ def test_statistics_of_large_columns_are_the_same_from_a_file(
         for name in ("in_memory", "in_files")
     ]
     assert found[0].keys() == found[1].keys()
-    for name, told in found[0].items():
-        for key, values in told.items():
+    for name, statistics in found[0].items():
+        for key, values in statistics.items():
             np.testing.assert_allclose(found[1][name][key], values, rtol=1e-12)
     assert not list((tmp_path / "in_files").rglob(".*"))
 
@@ -401,10 +401,10 @@ def test_fields_with_the_same_feature_are_refused(tmp_path: Path) -> None:
 
 def speaking(lengths: list[int], folder: Path) -> LeRobotSet:
     """Write a set with LeRobot's columns of language."""
-    said = [("role", pa.string()), ("content", pa.string()), ("style", pa.string())]
+    fields = [("role", pa.string()), ("content", pa.string()), ("style", pa.string())]
     shown = [("camera", pa.string()), ("tool_calls", pa.list_(pa.string()))]
-    events = pa.list_(pa.struct([*said, *shown]))
-    persistent = pa.list_(pa.struct([*said, ("timestamp", pa.float32()), *shown]))
+    events = pa.list_(pa.struct([*fields, *shown]))
+    persistent = pa.list_(pa.struct([*fields, ("timestamp", pa.float32()), *shown]))
     made = LeRobotSet(folder, lengths)
     tables = []
     for number, (table, length) in enumerate(zip(made.tables, lengths, strict=True)):
@@ -595,10 +595,10 @@ def off_by(seconds: float) -> Callable[[LeRobotSet], None]:
 
 
 def in_words(made: LeRobotSet) -> None:
-    said = [pa.array([[{"role": "user", "content": "стоп"}]] * length) for length in made.lengths]
+    texts = [pa.array([[{"role": "user", "content": "стоп"}]] * length) for length in made.lengths]
     made.tables = [
         table.append_column("language_events", one)
-        for table, one in zip(made.tables, said, strict=True)
+        for table, one in zip(made.tables, texts, strict=True)
     ]
 
 

@@ -51,11 +51,11 @@ def describe(folder: Path, kind: str, **changes: Any) -> None:
         "data_format": kind,
         "env_spec": json.dumps({"id": "Lift-v1"}),
     }
-    told = {
+    metadata = {
         name: value for name, value in {**about, **spaces, **changes}.items() if value is not None
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metadata.json").write_text(json.dumps(told))
+    (folder / "metadata.json").write_text(json.dumps(metadata))
 
 
 def in_groups(root: Path, is_jpeg: bool = False, **changes: Any) -> Path:
@@ -227,13 +227,13 @@ def test_a_dataset_without_spaces_is_read(tmp_path: Path) -> None:
 def test_metadata_of_older_datasets_are_attributes_of_the_file(tmp_path: Path) -> None:
     root = in_groups(tmp_path / "x")
     (root / "data" / "metadata.json").unlink()
-    told = {
+    metadata = {
         "total_episodes": 3,
         "author": "lab",
         "env_spec": json.dumps({"id": "Lift-v1"}),
         "lossy": "no list",
     }
-    edited(root / "data" / "main_data.hdf5", lambda file: file.attrs.update(told))
+    edited(root / "data" / "main_data.hdf5", lambda file: file.attrs.update(metadata))
     for path in (root, root / "data", root / "data" / "main_data.hdf5"):
         recording = rollout_data.open(path)
         assert recording.metadata["author"] == "lab" and len(recording) == 3
@@ -348,12 +348,12 @@ GROUP_DAMAGE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("what", GROUP_DAMAGE)
 def test_a_damaged_group_leaves_out_its_episode_only(tmp_path: Path, what: str) -> None:
-    change, said = GROUP_DAMAGE[what]
+    change, message = GROUP_DAMAGE[what]
     root = in_groups(tmp_path / "x")
     edited(root / "data" / "main_data.hdf5", lambda file: change(file["episode_9"]))
     recording = rollout_data.open(root)
     assert [episode.id for episode in recording] == ["episode_2", "episode_10"]
-    with pytest.raises(DataFileError, match=said):
+    with pytest.raises(DataFileError, match=message):
         raise recording.problems[0]
 
 

@@ -274,13 +274,17 @@ class TestMotion:
             plain.metadata["quaternion_order"] == plain[0].metadata["quaternion_order"] == "unknown"
         )
         assert [f'quaternions="{stored}"' in str(remark) for remark in plain.advice] == [True]
-        said = rollout_data.open(tmp_path / "plain.npz", quaternions=stored)
-        assert (said.metadata["quaternion_order"], said.advice, said.problems) == (stored, [], [])
+        declared = rollout_data.open(tmp_path / "plain.npz", quaternions=stored)
+        assert (declared.metadata["quaternion_order"], declared.advice, declared.problems) == (
+            stored,
+            [],
+            [],
+        )
         doubted = rollout_data.open(tmp_path / "plain.npz", quaternions=other)
         assert doubted.metadata["quaternion_order"] == other and f"as {other}" in str(
             doubted.advice[0]
         )
-        for recording in (plain, said, doubted):
+        for recording in (plain, declared, doubted):
             np.testing.assert_array_equal(recording[0].read(name), rows)
         np.savez(
             tmp_path / "marked.npz",

@@ -192,11 +192,11 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_only_a_damaged_demo_is_left_out(tmp_path: Path, what: str) -> None:
-    change, said = DAMAGE[what]
+    change, message = DAMAGE[what]
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))
     check_all(recording, {2: 3, 10: 4})
     assert len(recording.problems) == 1 and "demo_9" in str(recording.problems[0])
-    with pytest.raises(DataFileError, match=said):
+    with pytest.raises(DataFileError, match=message):
         raise recording.problems[0]
 
 

@@ -128,28 +128,28 @@ def test_a_round_trip_through_each_format_restores_the_recording(tmp_path_factor
         report = rollout_data.convert(
             source, folder / "theirs.hdf5", name, progress=False, **OPTIONS.get(name, {})
         )
-        said = " ".join(report.changes)
+        changes = " ".join(report.changes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RolloutDataWarning)
             back = rollout_data.open(folder / "theirs.hdf5")
         assert [len(one) for one in back] == plan["lengths"] and not report.problems
         for mine, theirs in zip(source, back, strict=True):
             if not any(
-                word in said for word in ("joined", "as float32", "is called", "is read as")
+                word in changes for word in ("joined", "as float32", "is called", "is read as")
             ):
                 check_same(mine.observation, theirs.observation, "observation")
-            if "as float32" not in said:
+            if "as float32" not in changes:
                 check_same(mine.action, theirs.action, "action")
                 assert np.asarray(mine.reward).tobytes() == np.asarray(theirs.reward).tobytes()
             if (
-                "after the last step is left out" not in said
-                and "joined" not in said
-                and "is called" not in said
+                "after the last step is left out" not in changes
+                and "joined" not in changes
+                and "is called" not in changes
             ):
                 check_same(mine.final_observation, theirs.final_observation, "final")
-            if "ended" not in said and "isaaclab" not in back.format:
+            if "ended" not in changes and "isaaclab" not in back.format:
                 assert (mine.terminated, mine.truncated) == (theirs.terminated, theirs.truncated)
-            if "texts and metadata" not in said:
+            if "texts and metadata" not in changes:
                 assert mine.task == theirs.task
 
     check()

@@ -219,8 +219,8 @@ def test_flags_of_an_unknown_end_are_named_in_changes_and_in_the_target(tmp_path
         again = rollout_data.open(tmp_path / "part" / place)
         assert [(episode.terminated, episode.truncated) for episode in again] == ENDS[1:3]
     elif name == "robomimic":
-        told = rollout_data.open(tmp_path / place, terminated_from_dones=True)
-        assert [episode.terminated for episode in told] == [True, None, False, None]
+        reopened = rollout_data.open(tmp_path / place, terminated_from_dones=True)
+        assert [episode.terminated for episode in reopened] == [True, None, False, None]
 
 
 def test_an_open_end_that_d4rl_writes_as_a_timeout_is_named_and_stays_open(tmp_path):
@@ -261,8 +261,8 @@ def record_large(folder: Path, head: str) -> Any:
     with RolloutWriter(folder, 1, durable=False) as writer:
         for frame in range(8):
             mixed = {"a": row, "stamp": np.array([[LARGE + frame % 4]], np.int64)}
-            given = {"observation": row, "action": row, head: mixed}
-            writer.add(**given, reward=row[:, 0], truncated=[frame % 4 == 3])
+            record = {"observation": row, "action": row, head: mixed}
+            writer.add(**record, reward=row[:, 0], truncated=[frame % 4 == 3])
     return rollout_data.open(folder)
 
 

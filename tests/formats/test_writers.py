@@ -309,14 +309,14 @@ def record_more(folder: Path, **fields: Any) -> Any:
         for frame in range(3):
             state, is_last = torch.full((1, 2), float(frame)), torch.tensor([frame == 2])
             final = {"final_observation": {"state": state + 1}} if frame == 2 else {}
-            told = {
+            ends = {
                 "action": state,
                 "reward": state[:, 0],
                 "terminated": is_last,
                 **final,
                 **fields,
             }
-            writer.add(observation={"state": state}, **told)
+            writer.add(observation={"state": state}, **ends)
     return rollout_data.open(folder)
 
 

@@ -30,10 +30,10 @@ class PriorityModel:
     max_priority: float = 1.0
 
     def push(self, value: float, priority: float | None, collected: int | None) -> None:
-        given = self.max_priority if priority is None else priority
-        self.max_priority = max(self.max_priority, given)
+        initial = self.max_priority if priority is None else priority
+        self.max_priority = max(self.max_priority, initial)
         self.rows = [row for row in self.rows if row.row_id > self.total - self.size]
-        self.rows.append(Row(self.total, value, given, collected))
+        self.rows.append(Row(self.total, value, initial, collected))
         self.total += 1
 
     def drop_stale(self, iteration: int) -> None:

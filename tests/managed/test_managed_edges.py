@@ -79,7 +79,7 @@ def test_used_data_never_has_an_id_of_a_stored_item_or_an_open_sample(data: st.D
     queue = buffer.used_data()
     live: dict[str, str] = {}  # unique id -> data
     samples: list[set[str]] = []
-    told: set[str] = set()
+    queued: set[str] = set()
     total = 0
     uses: Counter[str] = Counter()
     for _ in range(data.draw(st.integers(1, 25))):
@@ -87,7 +87,7 @@ def test_used_data_never_has_an_id_of_a_stored_item_or_an_open_sample(data: st.D
         if kind == "push":
             names = data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=8))
             buffer.push([item(0, data_id=name) for name in names])
-            told -= set(names)
+            queued -= set(names)
             for name in names:
                 live[f"buffer_{total}"] = name
                 live.pop(f"buffer_{total - 5}", None)
@@ -106,12 +106,12 @@ def test_used_data_never_has_an_id_of_a_stored_item_or_an_open_sample(data: st.D
         assert not waiting & held and len(waiting) == len(queue)
         if kind == "take":
             taken = list(queue)
-            assert not told & set(taken), "each comes once"
-            told |= set(taken)
+            assert not queued & set(taken), "each comes once"
+            queued |= set(taken)
     buffer.clear()
     for sample in samples:
         buffer.update({"used_id": list(sample)})
-    assert told | set(queue) >= set(live.values()), "nothing is forgotten"
+    assert queued | set(queue) >= set(live.values()), "nothing is forgotten"
 
 
 @pytest.mark.parametrize("wrong", [("y", [1]), torch.arange(3), np.arange(3), [4]], ids=repr)
@@ -352,9 +352,9 @@ def test_sample_check_predicts_sample_of_a_limited_buffer(
                 [[item(n)] if kind is EpisodeReplayBuffer else item(n) for n in range(size)]
             )
         counts = buffer.rate_limiter.snapshot()
-        said = buffer.sample_check(size)
+        expected = buffer.sample_check(size)
         assert buffer.rate_limiter.snapshot() == counts, "a question counts nothing"
-        assert said == (buffer.sample(size) is not None)
+        assert expected == (buffer.sample(size) is not None)
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -376,9 +376,9 @@ def test_sample_check_predicts_sample_of_a_limited_manager(blocking: bool) -> No
         if turn % 3 == 0 and all(manager[name].rate_limiter.may_insert(2) for name in "ab"):
             manager.push_data([item(turn), item(turn)], ["a", "b"])
         size = turn % 6
-        said = manager.sample_check(size)
-        assert said == (manager.sample(size) is not None)
-        answers[said] += 1
+        expected = manager.sample_check(size)
+        assert expected == (manager.sample(size) is not None)
+        answers[expected] += 1
     assert min(answers.values()) > 20
 
 

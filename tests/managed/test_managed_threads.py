@@ -23,7 +23,7 @@ def test_four_threads_on_one_manager_tear_nothing_and_count_exactly() -> None:
 def test_d4_d8_a_check_and_its_draw_are_one_step_and_counts_lose_nothing() -> None:
     monitor = BufferMonitor()
     buffer = AdvancedReplayBuffer(64, max_use=1, generator=0, monitor=monitor)
-    given: list[str] = []
+    used: list[str] = []
     errors: list[BaseException] = []
     start, is_over = threading.Barrier(3), threading.Event()
 
@@ -41,7 +41,7 @@ def test_d4_d8_a_check_and_its_draw_are_one_step_and_counts_lose_nothing() -> No
             # The check alone may be out of date; sampling decides by itself.
             buffer.sample_check(4)
             found = buffer.sample(4)
-            given.extend(x["replay_unique_id"] for x in found or ())
+            used.extend(x["replay_unique_id"] for x in found or ())
             num_rounds += 1
 
     def guarded(job: Callable[[], None]) -> None:
@@ -60,6 +60,6 @@ def test_d4_d8_a_check_and_its_draw_are_one_step_and_counts_lose_nothing() -> No
         thread.join()
     assert not errors, errors[0]
     assert buffer.push_count == monitor.snapshot()["pushed/total"] == 300
-    assert len(given) == monitor.snapshot()["sampled/total"]
+    assert len(used) == monitor.snapshot()["sampled/total"]
     assert buffer.check_valid() == (True, "")
-    assert given
+    assert used

@@ -46,10 +46,10 @@ def test_a_sampled_item_equals_the_pushed_item_and_has_an_id(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_d5_samples_share_no_memory_with_the_caller_or_with_each_other(kind: Any) -> None:
-    buffer, given = kind(3, generator=0), item(1)
-    keys = set(given)
-    buffer.append(given)
-    given["sequence"][1]["deep"], given["array"][:], given["observation"]["joints"][:] = (
+    buffer, pushed = kind(3, generator=0), item(1)
+    keys = set(pushed)
+    buffer.append(pushed)
+    pushed["sequence"][1]["deep"], pushed["array"][:], pushed["observation"]["joints"][:] = (
         "changed",
         -1,
         -1,
@@ -61,7 +61,7 @@ def test_d5_samples_share_no_memory_with_the_caller_or_with_each_other(kind: Any
         found["array"][:] = -2
         found["observation"]["joints"].fill_(-2)
         found["observation"]["new"] = "changed"
-    assert set(given) == keys
+    assert set(pushed) == keys
     buffer.append(found)  # what a sample adds is not stored: the id is the new row's
     assert sorted(x["replay_unique_id"] for x in buffer.sample(2)) != ["buffer_0", "buffer_0"]
 

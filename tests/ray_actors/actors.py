@@ -39,8 +39,8 @@ def check_rows(found: dict[str, Any]) -> list[int]:
         "half": (number % 100).bfloat16(),
         "wide": number.float(),
     }
-    given = {"number": number, "flag": found["flag"], **found["deep"]}
-    for name, leaf in given.items():
+    leaves = {"number": number, "flag": found["flag"], **found["deep"]}
+    for name, leaf in leaves.items():
         assert leaf.dtype == expected[name].dtype and bool((leaf == expected[name]).all()), name
     return number.flatten().tolist()
 

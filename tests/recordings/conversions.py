@@ -110,12 +110,12 @@ def values(path: Path) -> list[str]:
         parts = final if isinstance(final, dict) else {} if final is None else {"": final}
         about["final"] = {key: np.asarray(rows).tolist() for key, rows in parts.items()}
         about["ends"] = episode.terminated, episode.truncated, episode.success, episode.task
-        said = {
+        metadata = {
             key: value
             for key, value in episode.metadata.items()
             if key not in ("writer", "end_time_ns", "env")
         }
-        about["metadata"] = {key: np.asarray(value).tolist() for key, value in said.items()}
+        about["metadata"] = {key: np.asarray(value).tolist() for key, value in metadata.items()}
         found.append(repr(about))
     return found
 

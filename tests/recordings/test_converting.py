@@ -160,7 +160,7 @@ def odd(folder: Path) -> rollout_data.Recording:
     about = {"robot": "arm", "control_mode": "joint delta", "notes": {"a": [1, 2]}}
     with RolloutWriter(folder, 2, durable=False, metadata=about) as writer:
         for step in range(3):
-            said = {"task": "lift", "seed": 3, "tags": ["a"]} if step == 0 else {"success": True}
+            notes = {"task": "lift", "seed": 3, "tags": ["a"]} if step == 0 else {"success": True}
             row = np.full((2, 3), step, np.float32)
             observation = {"state": row, "fine": row.astype(np.float64)}
             record = {
@@ -174,7 +174,7 @@ def odd(folder: Path) -> rollout_data.Recording:
                 "words": ["a", "b"],
                 "privileged_observation": row,
             }
-            writer.add(**record, **more, final_observation=observation, episode=[said, said])
+            writer.add(**record, **more, final_observation=observation, episode=[notes, notes])
     return rollout_data.open(folder)
 
 
@@ -196,15 +196,15 @@ def test_every_omitted_field_is_in_the_report(tmp_path, name):
     recording = odd(tmp_path / "odd")
     options = {"minari": {"missing_reward": 0.0}, "lerobot": {"fps": 10}}.get(name, {})
     done = convert(recording, tmp_path / "x.hdf5", to=name, **options)
-    said = "\n".join(done.changes)
+    changes = "\n".join(done.changes)
     for word in LEFT_OUT[name].split():
-        assert re.search(word, said), (word, said)
-    assert bool(said) == bool(LEFT_OUT[name]) and all(
+        assert re.search(word, changes), (word, changes)
+    assert bool(changes) == bool(LEFT_OUT[name]) and all(
         set(ids) <= set(recording.ids) for ids in done.changes.values()
     )
-    told = rollout_data.open(tmp_path / "x.hdf5").metadata
+    metadata = rollout_data.open(tmp_path / "x.hdf5").metadata
     for key, value in (("robot", "arm"), ("control_mode", "joint delta"), ("notes", {"a": [1, 2]})):
-        assert told.get(key) == value or key in said
+        assert metadata.get(key) == value or key in changes
 
 
 def test_rewards_with_several_terms_need_missing_reward_for_minari(tmp_path):
@@ -240,9 +240,11 @@ def test_the_command_line_lists_describes_and_converts_any_format(tmp_path, caps
     assert lines[1].split() == ["demo_0", "3", "3.75", "unknown", "-"]
     assert lines[2].split() == ["demo_1", "1", "-", "unknown", "-"]
     assert main(["info", source]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "3 trajectories, 8 frames" in told and "format: robomimic" in told and "float64[3]" in told
+        "3 trajectories, 8 frames" in output
+        and "format: robomimic" in output
+        and "float64[3]" in output
     )
     assert main(["convert", source, str(tmp_path / "own")]) == 0
     assert "3 episodes, 0 of them already converted" in capsys.readouterr().out

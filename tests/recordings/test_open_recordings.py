@@ -122,8 +122,8 @@ def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(
     whole, recording = content(walk), rollout_data.open(walk)
     prune(walk, trajectories=4)
     left = rollout_data.open(walk).ids
-    gone = [name for name in recording.ids if name not in left]
-    assert gone and left and set(recording.removed()) == set(gone)
+    dropped = [name for name in recording.ids if name not in left]
+    assert dropped and left and set(recording.removed()) == set(dropped)
     for place, name in enumerate(recording.ids):
         if name in left:
             assert recording[place].observation.tolist() == whole[name][0]["observation"]
@@ -131,7 +131,9 @@ def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(
         with pytest.raises(DataFileError, match=rf"Episode '{name}' of .*removed, as by prune"):
             _ = recording[place]
     done = convert(recording, tmp_path / "own", progress=False)
-    assert [problem.episode for problem in done.problems] == gone and done.num_episodes == len(left)
+    assert [problem.episode for problem in done.problems] == dropped and done.num_episodes == len(
+        left
+    )
     assert sorted(
         episode.metadata["id"] for episode in rollout_data.open(tmp_path / "own")
     ) == sorted(left)
@@ -202,21 +204,21 @@ def test_merge_split_and_repair_leave_out_removed_and_replaced_episodes_by_name(
     block = next(block for block in recording.blocks if 8 in block.fragments["trajectory"])
     left_by_prune = rollout_data.open(walk).ids
     os.utime(block.path)
-    gone = set(recording.removed())
-    left = set(recording.ids) - gone
-    assert gone & set(left_by_prune) and gone - set(left_by_prune) and left
+    removed = set(recording.removed())
+    left = set(recording.ids) - removed
+    assert removed & set(left_by_prune) and removed - set(left_by_prune) and left
     merged = merge(recording, tmp_path / "merged")
     assert content(merged.path) == {name: whole[name] for name in left}
-    assert {problem.episode for problem in merged.problems} == gone
+    assert {problem.episode for problem in merged.problems} == removed
     parts = split(recording, {"a": 0.5, "b": 0.5}, tmp_path / "parts")
     expected = recording.split({"a": 0.5, "b": 0.5})
     for name, part in parts.items():
         ids = set(expected[name].ids)
-        assert {problem.episode for problem in part.problems} == ids & gone
-        assert part.num_trajectories == len(ids - gone)
+        assert {problem.episode for problem in part.problems} == ids & removed
+        assert part.num_trajectories == len(ids - removed)
     plan = repair(recording, tmp_path / "repaired", only=["FIL"], dry_run=True)
     repaired = repair(recording, tmp_path / "repaired", only=["FIL"])
-    assert set(plan.problems) == set(repaired.problems) == gone
+    assert set(plan.problems) == set(repaired.problems) == removed
     assert content(repaired.path) == {name: whole[name] for name in left}
 
 

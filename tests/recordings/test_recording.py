@@ -34,7 +34,7 @@ def recorded(folder: Path) -> rollout_data.Recording:
     with RolloutWriter(folder, 2, durable=False, writer_name="w") as writer:
         for step in range(6):
             values = np.full((2, 2), 10.0 * step) + np.arange(2)
-            said = [{"task": "stack", "success": True, "seed": 7} if step == 2 else None, None]
+            notes = [{"task": "stack", "success": True, "seed": 7} if step == 2 else None, None]
             writer.add(
                 observation=values,
                 action=values.astype(np.float32),
@@ -42,7 +42,7 @@ def recorded(folder: Path) -> rollout_data.Recording:
                 terminated=[step == 2, False],
                 truncated=[False, step == 3],
                 final_observation=-values,
-                episode=said,
+                episode=notes,
                 words=["a", "b"],
             )
     return rollout_data.open(folder)

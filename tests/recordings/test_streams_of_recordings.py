@@ -29,8 +29,13 @@ def demos(tmp_path: Path, **options: Any) -> Path:
 
 
 def stream(data: Any, num_envs: int = 1, **options: Any) -> RolloutDataset:
-    given = {"device": "cpu", "mark_first_frame": False, "flatten_observations": False, **options}
-    return RolloutDataset(data, num_envs, **given)
+    arguments = {
+        "device": "cpu",
+        "mark_first_frame": False,
+        "flatten_observations": False,
+        **options,
+    }
+    return RolloutDataset(data, num_envs, **arguments)
 
 
 def delivered(dataset: RolloutDataset, num_steps: int = 3) -> list[list[tuple[int, int]]]:
@@ -187,7 +192,7 @@ def test_lists_and_mixtures_accept_paths_and_recordings(tmp_path):
 
 def test_a_missing_optional_field_is_nan_and_reported_once(tmp_path):
     dataset = stream(demos(tmp_path, without_reward=[1, 3]))
-    with pytest.warns(RolloutDataWarning, match="read as NaN") as told:
+    with pytest.warns(RolloutDataWarning, match="read as NaN") as caught:
         rewards = dataset.get_batch(sum(LENGTHS)).reward[:, 0].numpy()
     parts = [
         np.full(n, np.nan) if number in (1, 3) else reward(number, n)
@@ -196,7 +201,7 @@ def test_a_missing_optional_field_is_nan_and_reported_once(tmp_path):
     np.testing.assert_array_equal(rewards, np.concatenate(parts))
     (problem,) = dataset.problems
     assert (
-        len(told) == 1
+        len(caught) == 1
         and str(problem).startswith("Episodes 'demo_1', 'demo_3' of ")
         and ": no 'reward'. The missing values read as NaN." in str(problem)
     )

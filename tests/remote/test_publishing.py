@@ -63,7 +63,7 @@ def test_a_pushed_recording_is_read_unchanged(folder):
 
 
 def test_a_pushed_recording_has_its_tasks_and_texts(tmp_path):
-    told = ["open the door", "close it"]
+    texts = ["open the door", "close it"]
     with RolloutWriter(tmp_path / "told", 2, durable=False) as writer:
         for t in range(4):
             writer.add(
@@ -71,18 +71,20 @@ def test_a_pushed_recording_has_its_tasks_and_texts(tmp_path):
                 action=torch.zeros(2, 1),
                 reward=torch.zeros(2),
                 done=torch.tensor([t == 3, t == 3]),
-                instruction=told,
-                episode=[{"task": one, "seed": 7} for one in told] if t == 0 else None,
+                instruction=texts,
+                episode=[{"task": one, "seed": 7} for one in texts] if t == 0 else None,
             )
     push(tmp_path / "told", "memory://told")
     near, far = rollout_data.open(tmp_path / "told"), rollout_data.open("memory://told")
-    assert sorted(far.table["task"].tolist()) == sorted(near.table["task"].tolist()) == sorted(told)
+    assert (
+        sorted(far.table["task"].tolist()) == sorted(near.table["task"].tolist()) == sorted(texts)
+    )
     for episode, there in zip(near, far, strict=True):
         assert there.metadata["seed"] == episode.metadata["seed"] == 7
         assert list(there["instruction"]) == list(episode["instruction"]) == [episode.task] * 4
     windows = WindowDataset("memory://told", 1, texts=True)
     batch = windows.collate(windows.__getitems__(range(len(windows))))
-    assert {windows.texts[number] for number in batch["task"].tolist()} == set(told)
+    assert {windows.texts[number] for number in batch["task"].tolist()} == set(texts)
 
 
 class Failing:

@@ -189,11 +189,11 @@ def test_a_missing_block_counts_as_denied_if_the_folder_cannot_be_listed(folder)
 def test_a_stream_raises_if_all_blocks_are_missing_and_continues_if_some_are(tmp_path, loops):
     for place in ("all", "some"):
         record(tmp_path / place, [40] * 12, num_envs=2, flush_every=45)
-    gone, left = (
+    deleted, left = (
         RolloutDataset(lagging_at(tmp_path, place), 2, loops, device="cpu", remote=OPTIONS)
         for place in ("all", "some")
     )
-    gone.get_batch(3), left.get_batch(3)
+    deleted.get_batch(3), left.get_batch(3)
     for path in (tmp_path / "all").glob("*.h5"):
         path.unlink()
     max((tmp_path / "some").glob("*.h5")).unlink()
@@ -201,7 +201,7 @@ def test_a_stream_raises_if_all_blocks_are_missing_and_continues_if_some_are(tmp
         warnings.simplefilter("ignore")
         with pytest.raises(DataFileError, match=r"None of the \d+ trajectories"):
             for _ in range(500):
-                gone.get_batch(5)
+                deleted.get_batch(5)
         num_valid = sum(int(left.get_batch(5).valid.sum()) for _ in range(10))
     assert num_valid > 0
 

@@ -115,22 +115,22 @@ def test_playback_of_a_copy_without_checksums_compares_checksums_of_fragments(
     Lying.start(tmp_path, 0.0)
     fsspec.register_implementation("lying", Lying, clobber=True)
     Lying.lie = staticmethod(lambda data, read, start, stop: data)
-    given = {"num_envs": 2, "device": "cpu", **options}
+    arguments = {"num_envs": 2, "device": "cpu", **options}
     far = RolloutDataset(
-        "lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes, num_chunks=2), **given
+        "lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes, num_chunks=2), **arguments
     )
-    near = RolloutDataset(tmp_path / "walk", **given)
+    near = RolloutDataset(tmp_path / "walk", **arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for expected, got in zip(drain(near, 5), drain(far, 5), strict=True):
             assert (expected.observation == got.observation).all()
         with pytest.raises(DataFileError, match="checksum"):
             second = RolloutDataset(
-                "lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes), **given
+                "lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes), **arguments
             )
             second.source.refresh()
             Lying.lie = staticmethod(LIES[lie])
-            second.source.refresh = lambda *given: None  # the headers are known
+            second.source.refresh = lambda *arguments: None  # the headers are known
             drain(second, 5)
 
 
@@ -282,14 +282,14 @@ def test_wrong_bytes_of_short_episodes_raise_and_are_never_returned(short_episod
 
 
 def test_a_copy_without_checksums_is_read_with_one_warning(folder):
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         far = far_windows(lagging(folder))
         check_epoch(WindowDataset(folder, 4), far)
         far.advice  # noqa: B018
     texts = [
         str(warning.message)
-        for warning in told
+        for warning in caught
         if "have no file of checksums" in str(warning.message)
     ]
     assert len(texts) == 1 and "rollout-data push" in texts[0]

@@ -31,7 +31,7 @@ def _equal(one, two) -> bool:
 
 
 def both(folder, url, **options):
-    given = {
+    arguments = {
         "num_envs": 4,
         "device": "cpu",
         "random_shuffle_traj_order": True,
@@ -39,7 +39,7 @@ def both(folder, url, **options):
         **options,
     }
     small = RemoteOptions(chunk_bytes=4096, num_chunks=3)
-    return RolloutDataset(folder, **given), RolloutDataset(url, remote=small, **given)
+    return RolloutDataset(folder, **arguments), RolloutDataset(url, remote=small, **arguments)
 
 
 @pytest.mark.each_value

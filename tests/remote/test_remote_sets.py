@@ -393,11 +393,11 @@ def read(path):
 
 def commanded(name, path, *rest):
     """Run a command. Return its lines, or raise its error."""
-    printed, told = io.StringIO(), io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(told):
+    printed, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(errors):
         code = main([name, str(path), *rest])
     if code:
-        raise UsageError(told.getvalue())
+        raise UsageError(errors.getvalue())
     return printed.getvalue()
 
 

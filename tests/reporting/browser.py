@@ -43,7 +43,8 @@ class Visit:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on(
-            "console", lambda said: self.errors.append(said.text) if said.type != "log" else None
+            "console",
+            lambda message: self.errors.append(message.text) if message.type != "log" else None,
         )
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)

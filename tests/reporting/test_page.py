@@ -46,7 +46,7 @@ def record(folder: Path, num_episodes: int = NUM_EPISODES, shift: float = 0.0) -
             camera[:] = (np.arange(length) * 5)[:, None, None, None, None]
             values, done = state(number, length), np.zeros((length, 1), bool)
             done[-1] = True
-            said: list[Any] = [[{"task": HOSTILE if number == 3 else "walk"}]] + [None] * (
+            notes: list[Any] = [[{"task": HOSTILE if number == 3 else "walk"}]] + [None] * (
                 length - 1
             )
             writer.add_rollout(
@@ -55,7 +55,7 @@ def record(folder: Path, num_episodes: int = NUM_EPISODES, shift: float = 0.0) -
                 reward=np.full((length, 1), number, np.float32),
                 done=done,
                 timeout=done & (number % 2 == 1),
-                episode=said,
+                episode=notes,
             )
     return folder
 

@@ -157,9 +157,9 @@ def test_invisible_characters_are_shown_by_codes_and_equal_spans_are_shaded_once
                 np.arange(30)[:, None] == 29,
             )
             values[10:14] = np.nan if number == 4 else values[10:14]
-            said = {"task": "pick \u202egnp.exe\x1b[31m \\u202e", "success": number != 4}
+            notes = {"task": "pick \u202egnp.exe\x1b[31m \\u202e", "success": number != 4}
             writer.add_rollout(
-                observation=values, action=values, done=done, episode=[[said]] + [None] * 29
+                observation=values, action=values, done=done, episode=[[notes]] + [None] * 29
             )
     made = report(folder, tmp_path / "page.html")
     content, shown = embedded(made, "page"), embedded(made, "shown")["4"]

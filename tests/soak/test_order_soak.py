@@ -66,8 +66,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
             live.add([chance.randint(1, 7) for _ in range(chance.randint(1, 3))])
         writers = {path.name.split("_")[1]: number for number, path in live.blocks.items()}
         playing = {writers[state["writers"][writer]] for writer, _ in state["trajectory"]}
-        gone = sorted((delivered & set(live.blocks)) - playing)[: chance.randint(0, 2)]
-        live.delete(gone if len(live.blocks) - len(gone) >= NUM_ENVS else [])
+        deleted = sorted((delivered & set(live.blocks)) - playing)[: chance.randint(0, 2)]
+        live.delete(deleted if len(live.blocks) - len(deleted) >= NUM_ENVS else [])
         after = {path.name for path in folder.glob("*.h5")}
         for name in after - before:
             shutil.copy2(folder / name, pool / name)
@@ -91,11 +91,11 @@ def play(folder: Path, pool: Path, leg: dict[str, Any], rank: int, total: int) -
     if leg["state"] is not None:
         loader.load_state_dict(leg["state"])
     batches = iter(loader)
-    for come, gone in leg["changes"]:
+    for come, deleted in leg["changes"]:
         if rank == 0:
             for name in come:
                 shutil.copy2(pool / name, data / name)
-            for name in gone:
+            for name in deleted:
                 (data / name).unlink()
         dist.barrier()
         found.append(seen(next(batches)))

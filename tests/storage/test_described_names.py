@@ -89,9 +89,9 @@ def test_a_compressed_collector_yields_compressed_records():
 
 
 def test_a_compressed_collector_can_be_turned_off():
-    given = records()
+    source = records()
     assert all(
-        a is b for a, b in zip(CompressedDataCollector(given, compress=False), given, strict=True)
+        a is b for a, b in zip(CompressedDataCollector(source, compress=False), source, strict=True)
     )
 
 
@@ -135,12 +135,12 @@ def test_a_compressed_tensordict_accepts_keywords():
 
 def test_a_tensordict_is_a_record():
     tensordict = pytest.importorskip("tensordict")
-    given = tensordict.TensorDict(
+    source = tensordict.TensorDict(
         {"obs": torch.ones(64, 4), "next": {"obs": torch.zeros(64, 4)}}, batch_size=[64]
     )
     for found in (
-        CompressedTensorDict(given, ["obs"]),
-        next(iter(CompressedDataCollector([given]))),
+        CompressedTensorDict(source, ["obs"]),
+        next(iter(CompressedDataCollector([source]))),
     ):
         assert "obs" in found.compressed_keys and torch.equal(
             found["next"]["obs"], torch.zeros(64, 4)

@@ -283,8 +283,8 @@ def test_returns_take_no_more_launches_than_before(
 def test_a_new_generator_is_on_the_device_of_the_storage(generator: int | None) -> None:
     assert make_storage(generator=generator, device="cuda").rng.device.type == "cuda"
     assert make_storage(generator=generator).rng.device.type == "cpu"
-    given = torch.Generator()
-    assert make_storage(generator=given, device="cuda").rng is given
+    generator_of_user = torch.Generator()
+    assert make_storage(generator=generator_of_user, device="cuda").rng is generator_of_user
 
 
 def drawn(storage: Any, recurrent: bool) -> list[Any]:

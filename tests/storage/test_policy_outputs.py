@@ -246,9 +246,14 @@ def test_actions_of_a_categorical_policy_may_be_integers(tmp_path):
     floats = RolloutStorage(3, 2, (2,), None, (1,), generator=0, policy_outputs={"logits": (5,)})
     for step in range(2):
         actions = torch.tensor([step, 3, 4])
-        for one, given in ((storage, actions), (floats, actions.unsqueeze(-1))):
+        for one, stored_actions in ((storage, actions), (floats, actions.unsqueeze(-1))):
             made = one.Transition(
-                torch.zeros(3, 2), None, given, torch.zeros(3), torch.zeros(3), torch.zeros(3)
+                torch.zeros(3, 2),
+                None,
+                stored_actions,
+                torch.zeros(3),
+                torch.zeros(3),
+                torch.zeros(3),
             )
             made.actions_log_prob, made.policy_outputs = (
                 torch.zeros(3),

@@ -52,8 +52,8 @@ def stored(rewards, **more):
     num_steps, num_envs, num_rewards = rewards.shape
     storage = make_storage(num_envs, num_steps, num_rewards=num_rewards)
     for step in range(num_steps):
-        given = {name: x[step] for name, x in {"rewards": rewards, **more}.items()}
-        storage.add_transitions(make_transition(step, num_envs, num_rewards, **given))
+        values = {name: x[step] for name, x in {"rewards": rewards, **more}.items()}
+        storage.add_transitions(make_transition(step, num_envs, num_rewards, **values))
     return storage
 
 

@@ -175,15 +175,17 @@ WRONG_ARGUMENTS = {
 def test_wrong_arguments_of_the_functions_are_refused_and_none_is_broadcast(function, name):
     wrong, text = WRONG_ARGUMENTS[name]
     rewards, values, last_values, dones = random_rollout(4, 3, 2)
-    given = {
+    arguments = {
         "rewards": rewards,
         "values": values,
         "next_values": values,
         "last_values": last_values,
         "dones": dones,
     }
-    given |= {"gamma": 0.9, "lam": 0.8, "num_steps": 2}
-    taken = {key: x for key, x in given.items() if key in inspect.signature(function).parameters}
+    arguments |= {"gamma": 0.9, "lam": 0.8, "num_steps": 2}
+    taken = {
+        key: x for key, x in arguments.items() if key in inspect.signature(function).parameters
+    }
     assert function(**taken).shape == rewards.shape
     if not wrong.keys() <= taken.keys():
         return
@@ -196,18 +198,19 @@ def test_wrong_arguments_of_the_functions_are_refused_and_none_is_broadcast(func
 )
 def test_a_single_reward_needs_no_reward_axis(function):
     rewards, values, last_values, dones = random_rollout(40, 3)
-    given = {
+    arguments = {
         "rewards": rewards,
         "values": values,
         "next_values": values,
         "last_values": last_values,
         "dones": dones,
     }
-    flat = {name: x.squeeze(-1) for name, x in given.items()}
+    flat = {name: x.squeeze(-1) for name, x in arguments.items()}
     others = {"gamma": 0.9, "lam": 0.8, "num_steps": 2}
     names = inspect.signature(function).parameters
     whole, short = (
-        {key: x for key, x in {**one, **others}.items() if key in names} for one in (given, flat)
+        {key: x for key, x in {**one, **others}.items() if key in names}
+        for one in (arguments, flat)
     )
     assert torch.equal(function(**short), function(**whole).squeeze(-1))
 

@@ -355,10 +355,10 @@ def test_generators_begun_in_inference_mode_go_on_outside_of_it(cls, width, how)
         batches = calls[0](3, 2) if is_recurrent else calls[1](2, 2, reshuffle=how)
         next(batches)
     for batch in batches:
-        given = [x for x in batch if isinstance(x, torch.Tensor)]
-        given += [batch.hidden_states] if is_recurrent else []
-        assert len(given) >= 8
-        for x in given:
+        tensors = [x for x in batch if isinstance(x, torch.Tensor)]
+        tensors += [batch.hidden_states] if is_recurrent else []
+        assert len(tensors) >= 8
+        for x in tensors:
             if x.is_floating_point():
                 weight = torch.nn.Parameter(torch.ones(x.shape[-1]))
                 (x * weight).sum().backward()

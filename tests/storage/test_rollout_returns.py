@@ -102,9 +102,9 @@ def test_a_bootstrap_value_of_an_earlier_rollout_is_not_used_again():
 def test_wrong_arguments_of_compute_returns_change_nothing(arguments, text):
     storage = random_fill(make_storage())
     before = everything(storage)
-    given = {"last_values": torch.zeros(4, 1), "gamma": 0.9, "lam": 0.9, **arguments}
+    all_arguments = {"last_values": torch.zeros(4, 1), "gamma": 0.9, "lam": 0.9, **arguments}
     with pytest.raises(UsageError) as caught:
-        storage.compute_returns(**given)
+        storage.compute_returns(**all_arguments)
     assert text in str(caught.value)
     assert_same(before, everything(storage))
 

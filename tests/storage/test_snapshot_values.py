@@ -32,10 +32,10 @@ def test_complex_items_are_kept(tmp_path, cls, dtype):
     items = [{"x": torch.randn(3, dtype=dtype), "y": torch.ones(2)} for _ in range(2)]
     store = cls(4, generator=0)
     store.append(items) if cls is EpisodeReplayBuffer else store.extend(items)
-    given = cls(4, generator=1)
-    given.load_state_dict(store.state_dict())
+    buffer = cls(4, generator=1)
+    buffer.load_state_dict(store.state_dict())
     store.save(tmp_path / "kept")
-    first, *others = [one.sample(1)[0] for one in (store, given, load_store(tmp_path / "kept"))]
+    first, *others = [one.sample(1)[0] for one in (store, buffer, load_store(tmp_path / "kept"))]
     for other in others:
         x, y = (one[0]["x"] if cls is EpisodeReplayBuffer else one["x"] for one in (first, other))
         assert y.dtype == dtype and torch.equal(x, y)

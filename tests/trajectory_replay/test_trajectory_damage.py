@@ -36,8 +36,12 @@ def known_of(folder: Path) -> tuple[Any, ...]:
     """Return everything that an index stores."""
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(folder, verify=False)
-    told = [buffer.about(name) for name in buffer.trajectory_ids]
-    return told, buffer.rng.get_state().tolist(), buffer.add({"rewards": torch.zeros(1, 1, 1)})
+    descriptions = [buffer.about(name) for name in buffer.trajectory_ids]
+    return (
+        descriptions,
+        buffer.rng.get_state().tolist(),
+        buffer.add({"rewards": torch.zeros(1, 1, 1)}),
+    )
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,13 @@ def test_other_trajectories_with_the_same_ids_are_not_overwritten(tmp_path: Path
     with saving(tmp_path / "auto") as buffer:
         with pytest.warns(RolloutDataWarning) as caught:
             buffer.load_checkpoint(tmp_path / "checkpoint")
-        told = [str(warning.message) for warning in caught]
-        assert len(told) == 2 and all(warning.filename == __file__ for warning in caught)
-        assert "2 trajectories of" in told[0] and "have ids that other trajectories in" in told[0]
-        assert "has 2 trajectories of an earlier run" in told[1]
+        messages = [str(warning.message) for warning in caught]
+        assert len(messages) == 2 and all(warning.filename == __file__ for warning in caught)
+        assert (
+            "2 trajectories of" in messages[0]
+            and "have ids that other trajectories in" in messages[0]
+        )
+        assert "has 2 trajectories of an earlier run" in messages[1]
         check(tmp_path / "auto", [0, 1])
         assert set((drawn(buffer, 200) // 10_000).tolist()) == {10, 11, 12}
         buffer.add(trajectory(13, 2, 2))
