@@ -49,27 +49,31 @@ class ChunkedOrder:
         counts = np.diff(windows.first_window)[place]
         place = place[counts > 0]
         counts = counts[counts > 0]
-        # Chunks may span trajectories, so frames are counted over all files, in file order.
+        # Chunks may span trajectories, so frames are numbered through all files, in file order.
         stop = np.cumsum(windows.lengths[place])
-        anchor = stop - windows.lengths[place] + windows.first_anchor
-        first = anchor // num_frames
-        last = (anchor + (counts - 1) * windows.stride) // num_frames
-        part = np.repeat(np.arange(len(place)), last - first + 1)
-        chunk = counted_from(first, last - first + 1)
-        low = -(-(chunk * num_frames - anchor[part]) // windows.stride)
-        high = -(-((chunk + 1) * num_frames - anchor[part]) // windows.stride)
+        first_anchor = stop - windows.lengths[place] + windows.first_anchor
+        last_anchor = first_anchor + (counts - 1) * windows.stride
+        first_chunk = first_anchor // num_frames
+        num_parts = last_anchor // num_frames - first_chunk + 1
+        # A part is the piece of a trajectory within one chunk. `part` has its index into `place`.
+        part = np.repeat(np.arange(len(place)), num_parts)
+        chunk = counted_from(first_chunk, num_parts)
+        # The windows `low:high` of the trajectory have their anchors in this part (rounded up).
+        low = -(-(chunk * num_frames - first_anchor[part]) // windows.stride)
+        high = -(-((chunk + 1) * num_frames - first_anchor[part]) // windows.stride)
         low = np.maximum(low, 0)
         high = np.minimum(high, counts[part])
         part, chunk, low, high = (column[high > low] for column in (part, chunk, low, high))
-        _, chunk = np.unique(chunk, return_inverse=True)  # Removes chunks without an anchor.
+        # Number the chunks anew, without the chunks that contain no anchor.
+        _, chunk = np.unique(chunk, return_inverse=True)
         num_all = int(chunk[-1]) + 1 if len(chunk) else 0
         rank = np.empty(num_all, np.int64)
         rank[self._shuffled(num_all, 0)] = np.arange(num_all)
         order = np.argsort(rank[chunk], kind="stable")
         group = rank[chunk][order] // num_chunks
-        #: One entry per part of a trajectory in a chunk, int64 `[P]`, in the order of the groups.
-        #: `_place` is the trajectory, an index into `windows.trajectories`. `_low:_high` are the
-        #: windows in the part, counted from the first window of the trajectory.
+        #: One entry per part, int64 `[P]`, in the order of the groups. `_place` is the trajectory of
+        #: the part, an index into `windows.trajectories`. `_low:_high` are the windows of the part,
+        #: counted from the first window of the trajectory.
         self._place = place[part][order]
         self._low = low[order]
         self._high = high[order]
@@ -87,10 +91,12 @@ class ChunkedOrder:
         return numbers
 
     def ranges(self, group: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the windows of a group of chunks as ranges, one per trajectory part: int64 `[P]`.
+        """Return the windows of a group of chunks as ranges of windows of a trajectory.
 
         Returns:
-            Index into `windows.trajectories`, first window and stop window of each range.
+            The trajectory of each range, an index into `windows.trajectories`; its first window; and
+            its stop window: int64 `[num_ranges]` each. Windows are counted from the first window of
+            the trajectory.
         """
         part = slice(int(self._parts[group]), int(self._parts[group + 1]))
         return self._place[part], self._low[part], self._high[part]
@@ -147,7 +153,7 @@ class Route:
         fetched = []
         for name, number in self._plan.columns.items():
             first, last = self._plan.shapes[number].reach
-            if stride > last - first + 1:  # Windows have gaps between them, which are not fetched.
+            if stride > last - first + 1:  # There are gaps between windows. Do not fetch the gaps.
                 which = np.repeat(np.arange(len(low)), high - low)
                 begin = first_anchor + counted_from(low, high - low) * stride
                 end = begin

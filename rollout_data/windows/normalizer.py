@@ -122,11 +122,11 @@ class Normalizer(torch.nn.Module):
             MissingFieldError: The normalizer has no field `name`.
             UsageError: A tensor does not have the shape of the field, or a tensor has no name.
         """
-        return self._applied(values, name, lambda x, offset, scale: (x - offset) / scale)
+        return self._apply_to_values(values, name, lambda x, offset, scale: (x - offset) / scale)
 
     def unnormalize(self, values: Any, name: str | None = None) -> Any:
         """Return values in the original scale: the inverse of `normalize`, same arguments."""
-        return self._applied(values, name, lambda x, offset, scale: x * scale + offset)
+        return self._apply_to_values(values, name, lambda x, offset, scale: x * scale + offset)
 
     def forward(self, values: Any, name: str | None = None) -> Any:
         """Return `normalize(values, name)`, so that the module can be called."""
@@ -139,7 +139,7 @@ class Normalizer(torch.nn.Module):
         self.register_buffer(_OFFSET + name.replace(".", _DOT), offset)
         self.register_buffer(_SCALE + name.replace(".", _DOT), scale)
 
-    def _applied(self, values: Any, name: str | None, function: Any) -> Any:
+    def _apply_to_values(self, values: Any, name: str | None, function: Any) -> Any:
         if not isinstance(values, Tensor):
             if name is not None or not (hasattr(values, "items") or hasattr(values, "_asdict")):
                 argument = "" if name is None else f" and name {name!r}"
@@ -148,9 +148,9 @@ class Normalizer(torch.nn.Module):
                     f"name, got {type(values).__name__}{argument}."
                 )
             return self._of_batch(values, "", function)
-        if name is None or (numbers := self._numbers(name)) is None:
+        if name is None or (numbers := self._parameters_of(name)) is None:
             raise MissingFieldError(f"name must be one of {', '.join(self.fields)}, got {name!r}.")
-        return _moved(values, name, *numbers, function)
+        return _apply(values, name, *numbers, function)
 
     def _of_batch(self, values: Any, prefix: str, function: Any) -> Any:
         if hasattr(values, "_asdict"):  # Statistics name fields in "extras" without a prefix.
@@ -164,14 +164,18 @@ class Normalizer(torch.nn.Module):
         for key in list(values.keys()):
             value = values[key]
             name = f"{prefix}{key}"
-            if isinstance(value, Tensor) and (numbers := self._numbers(name)) is not None:
-                out[key] = _moved(value, name, *numbers, function)
+            if isinstance(value, Tensor) and (numbers := self._parameters_of(name)) is not None:
+                out[key] = _apply(value, name, *numbers, function)
             elif hasattr(value, "items") and not isinstance(value, Tensor):
                 out[key] = self._of_batch(value, f"{name}/", function)
         return out
 
-    def _numbers(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return offset and scale of a field, a next observation or joined components, or None."""
+    def _parameters_of(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Return the offset and the scale for a tensor of a batch with this name.
+
+        The name may be that of a field, of a next observation, or of joined components. The result
+        is None if the normalizer has no such field.
+        """
         names = self.fields
         for field in (name, name.removeprefix(_NEXT)):
             parts = [part for part in names if part == field or part.startswith(f"{field}/")]
@@ -221,8 +225,8 @@ def _offset_and_scale(
         levels = torch.tensor(statistics.levels)
         if mode == "quantiles" and len(levels) < 2:
             raise UsageError(
-                f"field {name!r} has the quantiles {statistics.levels}, and the mode 'quantiles' "
-                "requires two. Call statistics(quantiles=(0.01, 0.99))."
+                f"the statistics of field {name!r} have the quantiles {statistics.levels}, and the "
+                "mode 'quantiles' requires at least two. Call statistics(quantiles=(0.01, 0.99))."
             )
         low = statistics.min
         high = statistics.max
@@ -242,10 +246,14 @@ def _offset_and_scale(
     return offset.clone(), torch.where(is_constant, torch.ones_like(scale), scale)
 
 
-def _moved(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: Any) -> Tensor:
-    """Apply `function(values, offset, scale)`. Integers are converted to the dtype of `offset`."""
+def _apply(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: Any) -> Tensor:
+    """Return `function(values, offset, scale)` after a check of the shape of `values`.
+
+    Floating-point values keep their dtype. Other values are converted to float32.
+    """
     sizes = zip(offset.shape[::-1], values.shape[::-1], strict=False)
-    may_repeat = offset.dim() > 1  # An axis of 1 covers all pixels or elements.
+    # Statistics of images and similar fields have axes of length 1, which cover all pixels.
+    may_repeat = offset.dim() > 1
     if offset.dim() > values.dim() or any(
         mine != size and not (may_repeat and mine == 1) for mine, size in sizes
     ):

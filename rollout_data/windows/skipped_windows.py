@@ -16,7 +16,7 @@ class WindowLosses:
     """Windows of a dataset that were skipped by this process or its worker processes.
 
     Attributes:
-        known: Names of windows that this process skipped.
+        known: Names of windows that this process skipped, as text.
     """
 
     def __init__(self) -> None:

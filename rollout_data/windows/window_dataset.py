@@ -123,7 +123,7 @@ class WindowDataset(WindowBatches):
         UsageError: An argument is invalid, or nothing was recorded.
     """
 
-    _made_anew = (
+    _not_pickled = (
         "_pool",
         "_shared",
         "_source",
@@ -156,7 +156,9 @@ class WindowDataset(WindowBatches):
         on_error: OnError = "raise",
     ) -> None:
         self.on_error = choice("on_error", on_error, get_args(OnError))
-        self.losses, self._intact = WindowLosses(), 0  # number of a readable window
+        self.losses = WindowLosses()
+        #: Number of the window that was last found readable.
+        self._intact = 0
         self.data_dir = data_dir
         self._origins = present_origins_of(data_dir)
         self.padding = choice("padding", padding, get_args(Padding))
@@ -174,6 +176,7 @@ class WindowDataset(WindowBatches):
         self._remote = checked_remote(remote)
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: Any = None
+        #: Shared memory with the index, for a spawned worker; None in other processes.
         self._spot: Spot | None = None
         self._may_lack = False
         self._open()
@@ -181,7 +184,10 @@ class WindowDataset(WindowBatches):
             warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
 
     def _open(self) -> None:
-        """Open the folders; an unpickled copy opens the same snapshot as its original."""
+        """Open the folders. If `opened_as` is set, open the same snapshot as before.
+
+        `opened_as` is set in an unpickled copy and in the result of `at`.
+        """
         super()._open()
         self._source = LiveSource(
             self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote
@@ -241,8 +247,9 @@ class WindowDataset(WindowBatches):
         ]
         if form not in (None, form_now):
             raise UsageError(
-                f"{str(self.data_dir)!r} has windows {form_now}, expected {form} (first anchor, least "
-                "length, stride, and for URLs frames and chunks). Pass the options of the saved "
+                f"the windows of {str(self.data_dir)!r} have other options than the saved windows: "
+                f"{form_now} instead of {form} (first anchor, least trajectory length, stride, and "
+                "for URLs frames per chunk and chunks per group). Pass the options of the saved "
                 "dataset."
             )
         if upto is None and self._source.holds_blocks:
@@ -289,13 +296,15 @@ class WindowDataset(WindowBatches):
         """Return a dataset that reads the snapshot described by `opened_as`.
 
         Raises:
-            DataFileError: Trajectories of the snapshot were deleted and `may_lack` is False.
-                Folders of the older layout also raise with `may_lack`, since they do not record
-                which trajectories were added later.
+            DataFileError: Trajectories of the snapshot were deleted, and `may_lack` is False. For
+                a folder of the older layout, the error is raised with `may_lack` too: such a folder
+                does not record which trajectories were added later.
         """
         if self.opened_as == opened_as:
             return self
-        may_lack &= not self._source.is_remote  # A missing trajectory would shift all chunk bounds.
+        # The order of remote windows depends on the bounds of chunks, which a missing trajectory
+        # would shift.
+        may_lack &= not self._source.is_remote
         earlier: WindowDataset = object.__new__(type(self))
         earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as, "_may_lack": may_lack})
         return earlier
@@ -384,10 +393,10 @@ class WindowDataset(WindowBatches):
         return self._snapshot.index.keys(self.trajectories[place]), anchor
 
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
-        """Return all window numbers in shuffled order, and the sort key of each.
+        """Return all window numbers in shuffled order, and the sort key of each, int64 ascending.
 
-        The order depends only on the epoch and the names of the windows. Files over a network are
-        ordered by `ChunkedOrder`. `until` is not used.
+        The order depends only on the epoch and the names of the windows. Windows of remote files
+        have the order of `ChunkedOrder`. `until` exists for `WindowMixture` only.
         """
         if self._source.is_remote:
             return self._chunked(epoch).windows(), np.arange(len(self))
@@ -404,7 +413,8 @@ class WindowDataset(WindowBatches):
     def _chunks(self) -> list[int]:
         """Return [frames per chunk, chunks per group] for remote files, [] for local files.
 
-        A window may reach beyond its chunk, so a chunk has fewer frames than fit `chunk_bytes`.
+        A window may reach beyond the chunk of its anchor. So a chunk has fewer frames than fit into
+        `chunk_bytes`, to leave room for these frames.
         """
         if not self._source.is_remote:
             return []
@@ -427,9 +437,10 @@ class WindowDataset(WindowBatches):
         return self._windows.random_keys(epoch)
 
     def name(self, window: int) -> list[Any]:
-        """Return the name of a window: end time, writer, trajectory number, number in trajectory.
+        """Return the name of a window, which identifies it in every snapshot of the folder.
 
-        Names are ordered. A name keeps its position in the order after its window is deleted.
+        It is a list: end time of the trajectory, writer, number of the trajectory, number of the
+        window in the trajectory. Names are ordered. A name keeps its position in the order after its window is deleted.
         """
         return self._windows.name(window)
 
@@ -465,7 +476,8 @@ class WindowDataset(WindowBatches):
             if problem is None:
                 self._intact = window
                 return
-            # A deleted block makes all its windows unreadable, so skip trying each of them.
+            # If the file of a block was deleted, none of its windows is readable. Mark them all at
+            # once, instead of trying each of them.
             if isinstance(problem, LostBlockError) and not isinstance(
                 problem.__cause__, DataFileError
             ):
@@ -477,7 +489,7 @@ class WindowDataset(WindowBatches):
         ) from cause
 
     def _problem_of(self, window: int) -> DataFileError | None:
-        """Record and return the error of an unreadable window; return None if it is readable."""
+        """Return the error of an unreadable window, and record it; None if it is readable."""
         problem = self._damage_of(window)
         if problem is not None and (name := self.name(window)) not in self.losses:
             self.losses.add(name, problem)

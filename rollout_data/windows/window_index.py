@@ -47,7 +47,7 @@ class SplitOptions:
 def choose_trajectories(
     index: TrajectoryIndex, options: SplitOptions, first_of_training: list[Any] | None = None
 ) -> tuple[Int64s, list[Any]]:
-    """Return a pair: the ascending trajectories of a split, and the first training trajectory.
+    """Divide trajectories into training and validation, and return those of the requested split.
 
     Each trajectory has a key, a function of (seed, writer, number within the writer) that does not
     depend on the folder. Trajectories with the smallest keys are for validation, all others for
@@ -55,8 +55,10 @@ def choose_trajectories(
     a folder grows or another folder is added. Copies of a folder have the same splits, except for
     one trajectory at the boundary. Packing changes the writers, and therefore the splits.
 
-    The first training trajectory is returned as [key, *name]. Pass it as `first_of_training` to
-    restore the same split later.
+    Returns:
+        The trajectories of the split, int64 ascending; and the first training trajectory, in the
+        order of the keys, as [key, *name]. Pass the second result as `first_of_training` to
+        restore the same split later, when the folder has other trajectories.
     """
     present = np.flatnonzero(index.is_present())
     if options.split is None:
@@ -84,8 +86,9 @@ class WindowIndex:
         trajectories: int64 `[K]`, positions of the selected trajectories in the index, ascending.
         first_delta, last_delta: Smallest and largest delta of a window.
         stride: Frames between anchors.
-        pads: Whether windows may extend beyond their trajectory. If so, every `stride`-th frame is
-            an anchor; otherwise every `stride`-th frame whose window lies inside the trajectory.
+        pads: Whether windows may extend beyond their trajectory. If True, every `stride`-th frame
+            is an anchor. If False, only frames whose window is inside the trajectory are anchors,
+            every `stride`-th from the first such frame on.
     """
 
     def __init__(
@@ -133,30 +136,36 @@ class WindowIndex:
         ]
 
     def num_upto(self, end_time_ns: int, writer: str, number: int, step: int) -> int:
-        """Return the number of windows up to a name, which may belong to a deleted window."""
+        """Return the number of windows whose name is at most the name that the arguments form.
+
+        The name may belong to a deleted window; see `name`.
+        """
         bounds = [self._index.num_before(end_time_ns, writer, number + more) for more in (0, 1)]
         first, stop = np.searchsorted(self.trajectories, bounds)
         return int(self.first_window[first] + (step + 1) * (stop - first))
 
 
 def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64s]:
-    """Draw items with replacement, by computing random arrival times of each item in one turn.
+    """Draw items with replacement: each item arrives at random times, and each arrival is a draw.
 
-    A turn is a fixed period of a random process. The arrivals of an item depend only on its key,
-    so deleting an item changes no other draw. All arrivals together are a Poisson process: each
-    arrival belongs to each item with equal probability, independently of all other arrivals. All
-    arithmetic uses integers, so that every processor draws the same items.
+    The order of the draws is the order of the arrival times. Time is divided into turns of equal
+    length. This function computes the arrivals of one turn.
+
+    The arrivals of an item depend only on its key, so deleting an item changes no other draw. All
+    arrivals together are a Poisson process: each arrival belongs to each item with equal
+    probability, independently of all other arrivals. All arithmetic uses integers, so that every
+    processor draws the same items.
 
     Args:
         keys: uint64 `[n]`, key of each item in this turn.
         mean: Mean number of arrivals of an item in a turn.
-        turn: Number of the turn, 0, 1, ... Times increase from turn to turn.
+        turn: Number of the turn, 0, 1, ... Later turns have larger times.
 
     Returns:
-        Index of the item (ascending), and time of each arrival: int64 `[K]` each.
+        For each of the K arrivals, the index of its item (ascending) and its time: int64 `[K]` each.
     """
-    # A turn is divided into 2**num_halvings parts. An item has at most one arrival per part on
-    # average, so that the table of `_poisson_bounds` stays short.
+    # Divide the turn into 2**num_halvings parts, so that the mean number of arrivals of an item per
+    # part is at most 1. The table of `_poisson_bounds` then stays short.
     num_halvings = max(0, math.ceil(mean) - 1).bit_length()
     parts = np.arange(1 << num_halvings, dtype=np.uint64)
     part_keys = mixed(keys[:, None] + parts).ravel()
@@ -176,11 +185,12 @@ def turn_of(time: int) -> int:
 
 @lru_cache(maxsize=64)
 def _poisson_bounds(mean: Fraction) -> np.ndarray:
-    """Compute a table, uint64 `[K]`, that converts a random uint64 to a Poisson variable.
+    """Compute a table, uint64 `[K]`, that converts uniform random uint64 to Poisson variables.
 
-    The variable is the number of table entries that are at most the random number. Entry `n` is
-    2**64 times the probability of at most n, rounded down. Fixed-point arithmetic of 192 bits makes
-    the entries equal on every processor.
+    The Poisson variable for a random number is the number of table entries that are at most the
+    random number. Entry n of the table is 2**64 times the probability that the variable is at most
+    n, rounded down. The entries are computed with 192-bit integers, so that they are equal on every
+    processor.
     """
     term = 1 << 192
     terms = []
@@ -223,9 +233,10 @@ class WindowShape:
     """Frames of a window relative to its anchor, grouped into runs of consecutive frames.
 
     Attributes:
-        deltas: int64 `[W]`, ascending: distances of the frames from the anchor.
-        first, count, target: int64 `[R]`: each run has `count` frames from `anchor + first` on,
-            which become the rows of the window from `target` on.
+        deltas: int64 `[W]`, ascending: distances of the frames of a window from its anchor.
+        first: int64 `[R]`, distance of the first frame of each run from the anchor.
+        count: int64 `[R]`, number of frames of each run.
+        target: int64 `[R]`, index into `deltas` of the first frame of each run.
         unit: Greatest common divisor of the lengths of the runs.
     """
 
@@ -244,8 +255,8 @@ class WindowShape:
     def of(cls, deltas: Sequence[int], fills_gaps: bool) -> WindowShape:
         """Build a shape that contains all `deltas`.
 
-        With `fills_gaps`, all frames between the deltas are read too, unless this more than doubles
-        the number of frames.
+        With `fills_gaps`, the shape also contains all frames between the deltas, unless this more
+        than doubles the number of frames. One long run is read faster than many short runs.
         """
         wanted = np.unique(np.asarray(deltas, np.int64))
         span = int(wanted[-1] - wanted[0]) + 1
@@ -258,9 +269,13 @@ class WindowShape:
         )
 
     def rows(self, trajectory: Int64s, anchor: Int64s) -> Rows:
-        """Return the frame runs of windows, from their trajectories and anchors, int64 `[B]` each.
+        """Return the runs of frames of B windows.
 
         Runs may extend beyond the start or the end of a trajectory. `cut` replaces these frames.
+
+        Args:
+            trajectory: int64 `[B]`, trajectory of each window.
+            anchor: int64 `[B]`, anchor of each window.
         """
         target, counts = self._targets(len(anchor))
         if len(self.first) == 1:
@@ -271,8 +286,11 @@ class WindowShape:
     def cut(self, rows: Rows, lengths: Int64s) -> Rows:
         """Replace frames outside of their trajectory by the nearest frames inside.
 
-        `lengths`, int64 `[B]`, are the lengths of the trajectories. A run with outside frames is
-        divided into one run per frame.
+        A run that contains frames outside is divided into one run per frame.
+
+        Args:
+            rows: Runs of B windows, from the method `rows`.
+            lengths: int64 `[B]`, length of the trajectory of each window.
         """
         trajectory, start, counts, target = rows
         lengths = np.repeat(lengths, len(self.first))
@@ -285,6 +303,9 @@ class WindowShape:
 
     @lru_cache(maxsize=8)  # noqa: B019 - a shape is small, and lives as long as its dataset
     def _targets(self, num_windows: int) -> tuple[Int64s, Int64s]:
-        """Return the first output row and the number of frames of each run in a batch."""
+        """Return the first output row and the number of frames of each run of `num_windows` windows.
+
+        Both results are int64 `[num_windows * R]`.
+        """
         target = (np.arange(num_windows)[:, None] * len(self.deltas) + self.target).ravel()
         return target, np.tile(self.count, num_windows)

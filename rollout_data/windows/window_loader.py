@@ -98,7 +98,7 @@ class WindowMixture(WindowBatches):
                 f"the options {', '.join(options)} are not used, since all datasets are open. "
                 "Pass them to WindowDataset."
             )
-        self._given = weights
+        self._weights_argument = weights
         if any(dataset.is_remote for dataset in self.datasets):
             raise UsageError(
                 "a mixture cannot read URLs. Copy the data to this machine, or use a WindowLoader "
@@ -126,7 +126,9 @@ class WindowMixture(WindowBatches):
         sizes = np.diff(self._first)
         if ((self.weights > 0) & (sizes == 0)).any():
             empty = int(np.flatnonzero((self.weights > 0) & (sizes == 0))[0])
-            raise UsageError(f"dataset {empty} has a weight and no windows. Set its weight to 0.")
+            raise UsageError(
+                f"dataset {empty} has no windows, and its weight is above 0. Set its weight to 0."
+            )
 
     def _open(self) -> None:
         super()._open()
@@ -134,7 +136,9 @@ class WindowMixture(WindowBatches):
         if not sizes.any():
             raise UsageError("the datasets have no windows.")
         try:
-            weights = np.asarray(sizes if self._given is None else self._given, np.float64)
+            weights = np.asarray(
+                sizes if self._weights_argument is None else self._weights_argument, np.float64
+            )
         except (TypeError, ValueError):
             weights = np.zeros(0)
         if weights.shape != sizes.shape or not (
@@ -142,15 +146,17 @@ class WindowMixture(WindowBatches):
         ):
             raise UsageError(
                 f"weights must be {len(sizes)} numbers >= 0, at least one above 0, got "
-                f"{self._given!r}."
+                f"{self._weights_argument!r}."
             )
         whole_parts = whole_weights(weights)
-        self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
+        self._ends = np.cumsum(whole_parts)
+        self._num_draws = int(sizes.sum())
         total = int(self._ends[-1])
         self.weights = whole_parts / total
-        # Six standard deviations more than needed: one turn is too short in 1 of 10^9 epochs only.
+        # Six standard deviations more than needed: a second turn is needed in one of 10^9 epochs.
         num_expected = self._num_draws + 6 * math.isqrt(self._num_draws) + 10
-        #: Mean number of times that a window of each member is drawn in one turn of `arrivals`.
+        #: For each member: mean number of times that one of its windows is drawn in one turn of
+        #: `arrivals`.
         self._means = [
             Fraction(num_expected * part, total * max(size, 1))
             for part, size in zip(whole_parts.tolist(), sizes.tolist(), strict=True)
@@ -184,7 +190,7 @@ class WindowMixture(WindowBatches):
         return compute_statistics(parts, None, names, quantiles, use_cache, progress)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        member, numbers = self._located(windows)
+        member, numbers = self._locate(windows)
         used = np.unique(member).tolist()
         # A batch of a single member is copied too: all batches of a mixture have one layout, so that
         # a compiled learner is compiled once.
@@ -237,10 +243,18 @@ class WindowMixture(WindowBatches):
         return earlier
 
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
-        """Draw the windows of an epoch by weight. Returns window numbers and ascending draw times.
+        """Draw the windows of an epoch by weight, with replacement.
 
-        Windows are drawn with replacement; see `arrivals`. The draws depend only on the epoch and
-        the names of the windows. `until` is [time, *window name] of the last draw to return.
+        The draws depend only on the epoch and the names of the windows. Each draw has a time, which
+        fixes its position in the order; see `arrivals`.
+
+        Args:
+            epoch: Epoch of the draws.
+            until: [time, *window name] of the last draw to return; None for as many draws as the
+                mixture has windows.
+
+        Returns:
+            The numbers of the drawn windows in order, and the ascending times of the draws.
         """
         draws = times = np.zeros(0, np.int64)
         for turn in count():
@@ -256,7 +270,7 @@ class WindowMixture(WindowBatches):
         return draws[:num_draws], times[:num_draws]
 
     def _arrivals(self, epoch: Epoch, turn: int) -> tuple[Int64s, Int64s]:
-        """Return the windows drawn in one turn of `arrivals`, and their ascending draw times."""
+        """Return the windows drawn in one turn of `arrivals`, and the ascending times of the draws."""
         windows = []
         times = []
         for member, dataset in enumerate(self.datasets):
@@ -280,10 +294,13 @@ class WindowMixture(WindowBatches):
         return num_there + int(self._first[member])
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
-        """Return the member dataset of each window and the number there, int64 `[B]` each."""
-        return self._located(windows)
+        """Return, for each window, the index of its dataset and its number in that dataset.
 
-    def _located(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
+        Both results are int64 `[B]`.
+        """
+        return self._locate(windows)
+
+    def _locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
         numbers = checked_windows(windows, len(self))
         member = np.searchsorted(self._first, numbers, side="right") - 1
         return member, numbers - self._first[member]
@@ -319,9 +336,9 @@ class WindowMixture(WindowBatches):
 class MixtureSampler(Shown, Sampler[int]):
     """Sampler of window numbers of a mixture. Each iteration is the next epoch.
 
-    The drawn windows depend on (seed, epoch). Rank r of W takes the draws r, r + W, ...; `even` and
-    `shard` are as in `WindowLoader`. Trainers that split samplers themselves, such as accelerate
-    and Lightning, need `shard="none"`.
+    The drawn windows depend on (seed, epoch). Rank r of W takes the draws r, r + W, ... The options
+    `even` and `shard` are as in `WindowLoader`. Pass `shard="none"` to trainers that divide a
+    sampler among ranks themselves, such as accelerate and Lightning.
     """
 
     def __init__(
@@ -353,7 +370,9 @@ class MixtureSampler(Shown, Sampler[int]):
 
 
 def _num_upto_draw(windows: Any, draws: Int64s, keys: Int64s, last: Sequence[Any]) -> int:
-    """Return the number of draws up to the draw `last`, whose window may have been deleted.
+    """Return the number of draws up to and including the draw `last`.
+
+    The window of that draw may have been deleted. The result then counts the draws before it.
 
     Args:
         windows: A `WindowDataset` or `WindowMixture`.
@@ -400,8 +419,8 @@ class WindowLoader(Shown):
             dataset. Skipped windows make a batch shorter, perhaps empty. Order, ranks and resume
             stay the same.
 
-    A loader without batches warns (`RolloutDataWarning`), unless its dataset has no window. Then
-    the dataset has warned already.
+    If the windows are too few for a batch, the loader warns (`RolloutDataWarning`). If the dataset
+    has no window, only the dataset warns.
 
     Raises:
         UsageError: An argument is invalid, or an iteration continues after another was started.
@@ -437,7 +456,7 @@ class WindowLoader(Shown):
         self.seed = whole("seed", seed, 0)
         self.device = arguments.device("device", device)
         self.num_ahead = whole("num_ahead", num_ahead, 1)
-        self.dataset: WindowDataset | WindowMixture = self._as_rank_0_has(dataset)
+        self.dataset: WindowDataset | WindowMixture = self._open_as_rank_0(dataset)
         if len(self.dataset) and not len(self):
             text = (
                 f"a WindowLoader has no batch: {len(self.dataset)} windows are too few "
@@ -445,7 +464,8 @@ class WindowLoader(Shown):
                 f"ranks {current_shard(self._shard).total})"
             )
             warnings.warn(text, RolloutDataWarning, stacklevel=2)
-        #: Number of iterations and jumps so far. An iteration stops if the number increases.
+        #: Number of iterations, and calls of `set_epoch` and `load_state_dict`, so far. An iteration
+        #: raises an error if the number increases while it runs.
         self._turn = 0
         self.set_epoch(0)
 
@@ -455,26 +475,31 @@ class WindowLoader(Shown):
         self._turn += 1
 
     def _go_to(self, epoch: int) -> None:
-        self.epoch = epoch  #: Epoch of the next batch.
+        #: Epoch of the next batch.
+        self.epoch = epoch
         self._position = 0
         self._windows = self.dataset
-        self._until: Any = None  # [key, *name] of the epoch's last window in a loaded state.
+        #: [key, *name] of the last window of the epoch, from a loaded state; otherwise None.
+        self._until: Any = None
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
 
-    def _as_rank_0_has(self, windows: Any, opened_as: Any = None) -> Any:
-        """Return, on every rank, a dataset that reads the snapshot that rank 0 has opened.
+    def _open_as_rank_0(self, windows: Any, opened_as: Any = None) -> Any:
+        """Return a dataset that reads the same snapshot as on rank 0.
 
-        With `opened_as`, return the snapshot of a saved state, without windows deleted since then.
+        Args:
+            windows: Dataset of this rank.
+            opened_as: Snapshot of a saved state; None: the snapshot that rank 0 has opened. Rank 0
+                leaves out windows that were deleted since the state was saved.
         """
 
-        def look() -> Any:
+        def snapshot_to_open() -> Any:
             return (
                 windows.opened_as
                 if opened_as is None
                 else windows.at(opened_as, may_lack=True).opened_as
             )
 
-        return windows.at(agreement_of(current_shard(self._shard))(0, look))
+        return windows.at(agreement_of(current_shard(self._shard))(0, snapshot_to_open))
 
     def __len__(self) -> int:
         """Return the number of batches of this rank in a complete epoch."""
@@ -498,9 +523,9 @@ class WindowLoader(Shown):
         return self._order(epoch)[0]
 
     def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:
-        """Return a pair: the window numbers of an epoch in order, and their sort keys.
+        """Return the window numbers of an epoch in order, and their ascending sort keys.
 
-        Without shuffling, the second item is None.
+        The keys are None without shuffling.
         """
         windows = self._windows if epoch == self.epoch else self.dataset
         if not self.shuffle:
@@ -522,7 +547,8 @@ class WindowLoader(Shown):
         self._turn += 1
         turn = self._turn
         global_size = self.batch_size * current_shard(self._shard).total
-        windows, bounds = self._windows, self._bounds(start, len(order))
+        windows = self._windows
+        bounds = self._bounds(start, len(order))
         ahead_of = windows.ahead(Epoch(self.seed, epoch) if self.shuffle else None)
 
         def read(first: int, stop: int) -> Any:
@@ -593,7 +619,7 @@ class WindowLoader(Shown):
         position = whole("position", state.get("position"), 0)
         windows = self.dataset
         if position:
-            windows = self._as_rank_0_has(windows, state["windows"])
+            windows = self._open_as_rank_0(windows, state["windows"])
         lacks_some = position > 0 and windows.opened_as != state["windows"]
         expected = {"num_windows": len(windows)} if position and not lacks_some else {}
         for name, value in {**expected, "shuffle": self.shuffle, "seed": self.seed}.items():
@@ -604,7 +630,8 @@ class WindowLoader(Shown):
         after: Any = state.get("after")
         if position and not isinstance(after, (list, tuple)):
             raise UsageError(
-                f"the state is damaged: after must be the name of a window, got {after!r}. "
+                "the state is damaged: its item 'after' must be the name of a window, got "
+                f"{after!r}. "
                 "Call set_epoch to begin an epoch without it."
             )
         self.set_epoch(whole("epoch", state["epoch"], 0))

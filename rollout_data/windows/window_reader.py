@@ -51,10 +51,11 @@ class WindowField:
         name: Name in the batch, levels joined by "/".
         sources: The field that is read, or the components that are joined, in schema order.
         deltas: int64 `[L]`, frames relative to the anchor.
-        rows: For each source, a slice or int64 `[L]` that selects from the rows read per window.
-            Empty for `done` and `timeout`.
+        rows: For each source, a slice or an int64 tensor `[L]`. It selects the frames of this field
+            from the frames that are read per window. Empty for `done` and `timeout`.
         is_next: Whether the field is a next observation.
-        is_joined: Whether components are joined along the last axis, even a single component.
+        is_joined: Whether the field consists of components joined along the last axis. This may be
+            a single component.
     """
 
     name: str
@@ -76,8 +77,8 @@ class WindowPlan:
 
     Attributes:
         fields: Recorded fields in schema order, then `done` and `timeout`, then next observations.
-        shapes: Frames to read from a column. Columns with equal frames share a shape.
-        columns: Map from each column to its index in `shapes`.
+        shapes: Frames of a window to read. Columns from which equal frames are read share a shape.
+        columns: Map from the name of each column that is read to the index of its shape.
     """
 
     fields: tuple[WindowField, ...]
@@ -86,7 +87,7 @@ class WindowPlan:
 
     @cached_property
     def columns_of(self) -> tuple[tuple[str, ...], ...]:
-        """For each shape, the names of the columns that are read with it."""
+        """For each shape, the names of the columns with this shape."""
         numbers = range(len(self.shapes))
         return tuple(
             tuple(name for name, shape in self.columns.items() if shape == number)
@@ -118,11 +119,11 @@ def plan_windows(
     known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
     delta_lists = delta or {}
     for name in delta_lists:
-        _below("delta", name, known)
+        _fields_below("delta", name, known)
     chosen = (
         set(known)
         if fields is None
-        else {field_name for name in fields for field_name in _below("fields", name, known)}
+        else {field_name for name in fields for field_name in _fields_below("fields", name, known)}
     )
     names = [name for name in known if name in chosen]
     if not names:
@@ -148,7 +149,7 @@ def plan_windows(
         name = prefix + (group if is_joined else source)
         rows: tuple[Any, ...] = ()
         if source in layout.schema:
-            rows = (_rows(deltas, shapes[columns[layout.column_of[source].name]].deltas),)
+            rows = (_select(deltas, shapes[columns[layout.column_of[source].name]].deltas),)
         first = window_fields.get(name)
         if first is None:
             window_fields[name] = WindowField(
@@ -169,7 +170,10 @@ def plan_windows(
 def _shapes(
     layout: RowLayout, wanted: Sequence[tuple[str, str, Int64s]]
 ) -> tuple[tuple[WindowShape, ...], dict[str, int]]:
-    """Return the attributes `shapes` and `columns` of a `WindowPlan`."""
+    """Return the attributes `shapes` and `columns` of a `WindowPlan`.
+
+    `wanted` has an item (prefix of the name in the batch, source field, deltas) for each field.
+    """
     needed: dict[str, list[int]] = {}
     for _, source, deltas in wanted:
         if source in layout.schema:
@@ -183,7 +187,7 @@ def _shapes(
     return tuple(shapes.values()), columns
 
 
-def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
+def _select(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
     """Return the indices of `deltas` in the sorted array `read`, as a slice if possible."""
     places = np.searchsorted(read, deltas)
     steps = np.diff(places)
@@ -194,8 +198,11 @@ def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
     return torch.from_numpy(places.astype(np.int64))
 
 
-def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
-    """Return the known fields `name` and `name/...`. Raise `MissingFieldError` without any."""
+def _fields_below(argument: str, name: str, known: Sequence[str]) -> list[str]:
+    """Return the known fields with the name `name` or below it (`name/...`).
+
+    Raises `MissingFieldError` if there are none.
+    """
     names = [
         candidate for candidate in known if candidate == name or candidate.startswith(f"{name}/")
     ]
@@ -209,7 +216,10 @@ def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
 
 
 def _deltas_of(name: str, delta_lists: Mapping[str, Int64s], length: int) -> Int64s:
-    """Return the deltas of a field or its nearest parent in `delta_lists`, else `0 .. length - 1`."""
+    """Return the deltas of a field.
+
+    They are those of the field or its nearest parent in `delta_lists`, else `0 .. length - 1`.
+    """
     parts = name.split("/")
     for size in range(len(parts), 0, -1):
         deltas = delta_lists.get("/".join(parts[:size]))
@@ -250,9 +260,9 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
 def damaged_frame(
     snapshot: RowSource, plan: WindowPlan, trajectory: int, anchor: int, length: int
 ) -> DataFileError | None:
-    """Return an error that names the first damaged frame of a window; None if it has none.
+    """Return an error that names the first damaged frame of a window; None if no frame is damaged.
 
-    If the file was deleted, the original error, which names the trajectories, is returned.
+    If the file was deleted, the result is the error of the deleted file.
     """
     trajectories = np.array([trajectory])
     for column, number in plan.columns.items():
@@ -272,7 +282,7 @@ def _named_damage(
 ) -> DataFileError:
     trajectory, frame = at
     cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
-    if not isinstance(cause, DataFileError):  # An error without a cause is about a deleted file.
+    if not isinstance(cause, DataFileError):  # `problem` is the error of a deleted file.
         return problem
     episode = snapshot.name_of(trajectory)
     path = str(snapshot.file_of_row(column, trajectory, frame))
@@ -289,8 +299,13 @@ def _named_damage(
 class WindowReader:
     """Reader of windows of selected trajectories in a snapshot.
 
-    `trajectories` are the selected indices into the snapshot, int64 `[K]`. A batch has one mask for
-    all fields if `mask_is_one`, otherwise one mask per field.
+    Args:
+        snapshot: Source of the rows.
+        plan: Fields of a batch, and the frames to read for them.
+        trajectories: int64 `[K]`, numbers of the selected trajectories in the snapshot.
+        padding: "zero" replaces frames outside of a trajectory by zeros.
+        mask_is_one: Whether a batch has one mask for all fields. Otherwise each field has a mask.
+        contiguous: Whether every field is copied to its own contiguous memory.
     """
 
     def __init__(
@@ -315,8 +330,10 @@ class WindowReader:
         final = index.final_row[trajectories] >= 0
         is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
         self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
-        #: For each stored field: (parts, whether the parts are joined). A part describes one source
-        #: of the field: (cut, rows per window, steps, first row, selected rows or None).
+        #: Instructions to view each stored field, by name: (parts, whether the parts are joined). A
+        #: part describes one source of the field, as a tuple: function that views the source in
+        #: rows, number of frames per window, distances between windows and between frames (in
+        #: rows), first row, and indices of frames to select from the result or None.
         self._cuts = {field.name: self._cut(field) for field in plan.fields if field.rows}
         self._final_cuts = {
             field.name: FrameCut(snapshot.layouts[FINAL], field.sources, field.is_joined)
@@ -327,9 +344,15 @@ class WindowReader:
         self._has_single_frames = bool((self._lengths == 1).any())
 
     def read(self, place: Int64s, anchor: Int64s, allocate: Allocate) -> dict[str, Any]:
-        """Read the windows with anchors `anchor` in the trajectories `trajectories[place]`.
+        """Read B windows.
 
-        Both arguments are int64 `[B]`. Returns a nested dict of `[B, L, *shape]` tensors and masks.
+        Args:
+            place: int64 `[B]`, trajectory of each window, as an index into `trajectories`.
+            anchor: int64 `[B]`, anchor of each window.
+            allocate: Function that creates a tensor from shape and dtype.
+
+        Returns:
+            A nested dict of `[B, L, *shape]` tensors and masks.
         """
         at = _Places(place, anchor, self._lengths[place])
         rows = FrameRows(self._gather(at, allocate))
@@ -393,7 +416,8 @@ class WindowReader:
         self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate
     ) -> torch.Tensor:
         """Return the values of a stored field, `[B, L, *shape]`, from the rows that were read."""
-        pieces, (parts, is_joined) = [], self._cuts[field.name]
+        pieces = []
+        parts, is_joined = self._cuts[field.name]
         for part, length, steps, first, chosen in parts:
             values = part(rows, Grid((num_windows, length), steps, first))
             pieces.append(values if chosen is None else values.index_select(1, chosen))
@@ -402,7 +426,10 @@ class WindowReader:
     def _with_finals(
         self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate
     ) -> torch.Tensor:
-        """Return next observations with the final observation of each ended trajectory inserted."""
+        """Insert recorded final observations into next observations after the end of a trajectory.
+
+        Returns `values` unchanged if there are none, otherwise a changed copy.
+        """
         if at.least_after > field.reach[1]:
             return values
         window, step = np.nonzero(self._is_final(field, at))
@@ -421,7 +448,7 @@ class WindowReader:
         return own
 
     def _is_final(self, field: WindowField, at: _Places) -> np.ndarray:
-        """Return whether each next observation is a recorded final one, bool `[B, L]`."""
+        """Return whether each next observation is a recorded final observation, bool `[B, L]`."""
         has_final: np.ndarray = self._has_final[field.sources[0].split("/")[0]][at.place]
         is_final: np.ndarray = (field.deltas == at.after[:, None]) & has_final[:, None]
         return is_final
@@ -475,9 +502,9 @@ class _Places:
         )
 
     def inside(self, deltas: Int64s, low: int, high: int) -> np.ndarray:
-        """Return whether each frame is inside its trajectory, bool `[B, L]`, as a new array.
+        """Return whether the frames `anchor + deltas` are inside their trajectories, bool `[B, L]`.
 
-        `low` and `high` are the smallest and the largest of `deltas`.
+        The result is a new array. `low` and `high` are the smallest and the largest of `deltas`.
         """
         inside = np.ones((len(self.anchor), len(deltas)), bool)
         if self.reaches_outside(low, high):

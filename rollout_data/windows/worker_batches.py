@@ -78,14 +78,16 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
     #: Whether windows with damaged data raise or are skipped; see `WindowDataset`.
     on_error: OnError = "raise"
     #: Names of attributes that are not pickled, because `_open` creates them again.
-    _made_anew: tuple[str, ...] = ("_pool", "_shared")
+    _not_pickled: tuple[str, ...] = ("_pool", "_shared")
 
     def _open(self) -> None:
-        # 24 buffers are enough for the batches of a prefetching loader with several kinds of rows.
-        self._pool, self._shared = BufferPool(24), WorkerMemory()
+        # A prefetching loader holds several batches at once, each with a buffer per column. 24
+        # buffers are enough for them.
+        self._pool = BufferPool(24)
+        self._shared = WorkerMemory()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in self._made_anew}
+        return {name: value for name, value in self.__dict__.items() if name not in self._not_pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -136,7 +138,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
                 frame.
         """
         try:
-            return self._made(windows)
+            return self._read_batch(windows)
         except UnansweredError:
             raise
         except DataFileError as problem:
@@ -144,19 +146,21 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
                 raise self.damage(windows, problem) from problem
         kept = self.readable(windows, on_error)
         try:
-            return self._made(kept)
+            return self._read_batch(kept)
         except UnansweredError:
             raise
-        except DataFileError:  # A remote read of several windows includes the rows between them.
-            return self._made_one_by_one(kept)
+        except DataFileError:
+            # Each window of `kept` is readable alone. One remote read of several windows also reads
+            # the rows between them, which may be damaged.
+            return self._read_one_by_one(kept)
 
-    def _made(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
+    def _read_batch(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
         if is_in_worker():
             batch: dict[str, Any] = self._shared.make(lambda allocate: self.read(windows, allocate))
             return batch
         return WindowBatch(self.read(windows, self._pool.empty))
 
-    def _made_one_by_one(self, windows: Int64s) -> dict[str, Any]:
+    def _read_one_by_one(self, windows: Int64s) -> dict[str, Any]:
         return WindowBatch(self.collate([self[window] for window in windows.tolist()]))
 
     @abstractmethod
@@ -169,7 +173,11 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
-        """Return an error that describes the first damaged window; `problem` if none is damaged."""
+        """Return an error that describes the first damaged window.
+
+        `problem` is the error of reading the windows together. It is returned if no window is
+        damaged when it is read alone.
+        """
 
     @abstractmethod
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
@@ -189,7 +197,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         Argument for torch: `DataLoader(dataset, collate_fn=dataset.collate)`.
         """
         if not isinstance(batch, list):
-            # `_departing` converts a `_SharedBatch`.
+            # A `_SharedBatch` is returned unchanged: `_departing` converts it when it is sent.
             return dict(batch) if type(batch) is WindowBatch else batch
         if not batch or not all(isinstance(window, Mapping) for window in batch):
             raise UsageError(
@@ -208,16 +216,23 @@ class WorkerMemory:
     """
 
     def __init__(self) -> None:
-        # Registered for sending only: `copy` and `pickle` must make plain dicts instead.
+        # Only batches that are sent to another process use `_departing`. `copy` and `pickle` must
+        # create plain dicts instead.
         ForkingPickler.register(_SharedBatch, _departing)
         self.places: list[_SharedPlace] = []
         self._place_bytes = 0
 
     def make(self, read: Callable[[Allocate], dict[str, Any]]) -> Any:
-        """Return the nested dict from `read(allocate)`, in a slot of shared memory if possible."""
-        place, num_bytes = self._free_place(), 0  # Bytes required by the batch.
+        """Read a batch into a slot of shared memory if one is free, else into ordinary memory.
+
+        `read(allocate)` returns the batch as a nested dict. It creates its tensors by `allocate`.
+        """
+        place = self._free_place()
+        # Bytes required by the batch.
+        num_bytes = 0
         memory = torch.empty(0, dtype=torch.uint8, device="cpu") if place is None else place.lend()
-        allocated = {memory.data_ptr()}  # Addresses of allocated storages.
+        # Addresses of the storages that `empty` has allocated.
+        allocated = {memory.data_ptr()}
 
         def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             """Allocate a tensor in the slot, or in ordinary memory if the slot is full."""
@@ -271,9 +286,10 @@ class _SharedPlace:
         return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
 
     def lend(self) -> torch.Tensor:
-        """Return the slot's memory without the header for a new batch, uint8 `[n]`.
+        """Return the memory of the slot for a new batch: uint8 `[num_bytes]`, without the header.
 
-        torch treats the tensor as ordinary memory: a view that is sent without its batch is copied.
+        torch regards the tensor as ordinary memory. If a view of it is sent to another process
+        without its batch, torch copies the view.
         """
         part = self._bytes[_HEADER_BYTES:]
         self._part = weakref.ref(part)
@@ -327,7 +343,9 @@ mapped: dict[Spot, np.ndarray] = {}
 def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
     """Return the batch in a slot as views. The slot becomes free when all views are deleted."""
     memory = (
-        mapped[spot] if spot in mapped else _kept(spot, SharedMemory(spot=spot).take(num_bytes))
+        mapped[spot]
+        if spot in mapped
+        else _keep_mapped(spot, SharedMemory(spot=spot).take(num_bytes))
     )
     part = memory[_HEADER_BYTES:]
     storage = torch.from_numpy(part).untyped_storage()
@@ -344,8 +362,11 @@ def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
     return arrived
 
 
-def _kept(spot: Spot, memory: np.ndarray) -> np.ndarray:
-    """Keep a slot mapped until the `Process` object of its worker is deleted; return the memory."""
+def _keep_mapped(spot: Spot, memory: np.ndarray) -> np.ndarray:
+    """Keep a slot mapped, so that the next batch in it is not mapped again. Return its memory.
+
+    The slot is unmapped when the `Process` object of its worker is deleted.
+    """
     for process in active_children():
         if process.pid == spot[0]:
             mapped[spot] = memory

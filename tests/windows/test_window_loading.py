@@ -261,7 +261,7 @@ def test_members_with_different_fields_raise(folder, tmp_path):
     for wrong in ([1], "ab", {0: 1}, [1, None], [1, -1]):
         with pytest.raises(UsageError, match="weights must be 2 numbers"):
             WindowMixture([first, first], weights=wrong)
-    with pytest.raises(UsageError, match="dataset 1 has a weight and no windows"):
+    with pytest.raises(UsageError, match="dataset 1 has no windows, and its weight is above 0"):
         WindowMixture(
             [first, WindowDataset(folder, 3, split="validation", validation_fraction=0)],
             weights=[1, 1],
