@@ -32,11 +32,11 @@ OBSERVATION = "observation"
 PRIVILEGED = "privileged_observation"
 #: Fields with an attribute of `Transition`. All other fields are extras.
 _NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
-#: Flags of a batch. The last flag exists only if the end of a trajectory may be unknown.
+#: Flags of a batch. `end_unknown` exists only if the ends of some trajectories may be unknown.
 _FLAGS = ("done", "timeout", "is_first", "valid", "is_last", "end_unknown")
 #: Number of rows that are probed to find out whether the files are in the page cache.
 _NUM_SAMPLES = 16
-#: Whether the files are in the page cache -> number of batches until the next probe.
+#: Number of batches until the next probe, by whether the files are in the page cache.
 _BATCHES_BETWEEN_PROBES = {True: 64, False: 16}
 
 
@@ -45,7 +45,8 @@ class BatchOptions:
     """Options of `RolloutDataset` for the form of batches.
 
     Attributes:
-        notes: Reads the task of each frame; None without `texts`.
+        notes: Reader of the tasks of episodes; None without the option `texts`. The other options
+            are documented in `RolloutDataset`.
     """
 
     device: torch.device
@@ -60,7 +61,7 @@ class BatchReader:
 
     def __init__(self, options: BatchOptions) -> None:
         self.options = options
-        # With `contiguous`, a batch needs a dozen buffers.
+        # A batch needs up to a dozen buffers (with `contiguous`), so 24 are enough for two batches.
         self._pool = BufferPool(24)
         self._layouts: Mapping[str, RowLayout] | None = None
 
@@ -74,13 +75,20 @@ class BatchReader:
         self._final_cuts = leaves_of(layouts[FINAL], (OBSERVATION, PRIVILEGED), joins)
 
     def read(self, plan: Plan, stream_id: int = 0, without_time: bool = False) -> Transition:
-        """Gather the batch of a plan: `[T, N, ...]`, or its single step `[N, ...]` `without_time`."""
+        """Read the batch of a plan, `[T, N, ...]`.
+
+        Args:
+            plan: The plan.
+            stream_id: Value of the field `stream_id`.
+            without_time: Whether the batch has no axis of time, `[N, ...]`. The plan must have one
+                step.
+        """
         assert plan.parts, "a plan covers its envs"
         self._use_layouts(plan.parts[0].pass_order.source.layouts)
         flags = _flags(plan, self.options.mark_first_frame)
         rows = self._gather(plan, flags[_FLAGS.index("valid")])
-        # Distances in rows between steps and between envs. With a single step, the row of the next
-        # observation follows directly.
+        # Distances in rows between steps and between envs. Rows are time first. But with a single
+        # step, the two rows of an env (observation and next observation) are adjacent.
         steps = (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
         grid = (
             Grid((len(plan.num_valid),), steps[1:])
@@ -109,9 +117,9 @@ class BatchReader:
         return map_batch(self._contiguous_copy, batch) if self.options.contiguous else batch
 
     def _gather(self, plan: Plan, valid: Bools) -> FrameRows:
-        """Gather the rows of a plan on the target device.
+        """Read the rows of a plan and send them to the device of the batches.
 
-        Rows of lost trajectories are zeros; their flags in `valid` are cleared.
+        Rows of unreadable trajectories are zeros, and their flags in `valid` are set to False.
         """
         snapshot: RowSource = plan.parts[0].pass_order.source
         num_envs = len(plan.num_valid)
@@ -158,14 +166,18 @@ class BatchReader:
     def _write_final_observations(
         self, part: PlanPart, nexts: dict[str, Any], has_own: set[str], without_time: bool
     ) -> None:
-        """Copy the recorded final observations of a part into next observations.
+        """Insert recorded final observations into next observations where trajectories end.
 
-        A field of next observations is copied before its first change. `has_own` collects the names
-        of the copied fields.
+        Args:
+            part: Part of the plan, with the ends.
+            nexts: Next observations by field name. A field is replaced by a copy before its first
+                change, since it shares memory with the observations.
+            has_own: Names of the fields that were replaced. New names are added.
+            without_time: Whether the tensors have no axis of time.
         """
         snapshot: RowSource = part.pass_order.source
         index = snapshot.index
-        ends = _listed(part.ends, part)
+        ends = _without_missing(part.ends, part)
         if not len(ends.trajectory):
             return
         which = (
@@ -204,14 +216,14 @@ class BatchReader:
         return self._pool.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def _contiguous_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor that shares no memory; copy it if needed."""
+        """Return the tensor if it is contiguous and fills its memory, otherwise a contiguous copy."""
         is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if is_own else self._copied(tensor)
 
     def empty(self, snapshot: RowSource, num_steps: int | None, num_envs: int) -> Transition:
-        """Return a batch of zeros, `[T, num_envs, ...]`; one step `[num_envs, ...]` for None.
+        """Create a batch of zeros, `[num_steps, num_envs, ...]`, whose fields share no memory.
 
-        The fields share no memory.
+        If `num_steps` is None, the batch has no axis of time.
         """
         self._use_layouts(snapshot.layouts)
         sizes = (num_envs,) if num_steps is None else (num_steps, num_envs)
@@ -234,10 +246,14 @@ class BatchReader:
     def frames_at(
         self, pass_order: PassOrder, trajectory: Int64s, position: np.ndarray, linear: bool
     ) -> Transition:
-        """Read one frame `[K, ...]` per trajectory (int64 `[K]`), at positions in frames (float64 `[K]`).
+        """Read one frame from each of K trajectories, as a batch `[K, ...]`.
 
-        Returns the nearest frames. With `linear`, floating-point fields are interpolated between
-        the two neighbouring frames.
+        Args:
+            pass_order: Pass with the trajectory numbers.
+            trajectory: int64 `[K]`, number of each trajectory.
+            position: float64 `[K]`, frame numbers, which may lie between two frames.
+            linear: Whether floating-point fields are interpolated between the two neighbouring
+                frames. Otherwise, and for other fields, the nearest frame is read.
         """
         nearest = self._single(pass_order, trajectory, np.floor(position + 0.5))
         if not linear:
@@ -255,7 +271,7 @@ class BatchReader:
         state = StreamState(
             trajectory, pass_order.lengths[trajectory] - at, at == 0, np.zeros(len(at), bool)
         )
-        # A pass without further trajectories.
+        # No further trajectory is assigned in this pass, so exactly the frames `at` are read.
         only = PassOrder(pass_order.lengths, none, none, pass_order.number, pass_order.source)
         return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
 
@@ -263,23 +279,27 @@ class BatchReader:
 _PiecesOrEnds = TypeVar("_PiecesOrEnds", Pieces, Ends)
 
 
-def _listed(rows: _PiecesOrEnds, part: PlanPart) -> _PiecesOrEnds:
-    """Return `rows` without those of missing trajectories; see `PassScheduler.missing`."""
+def _without_missing(rows: _PiecesOrEnds, part: PlanPart) -> _PiecesOrEnds:
+    """Return the pieces or ends in `rows` whose trajectory is not missing.
+
+    `PassScheduler.missing` describes missing trajectories.
+    """
     is_listed = rows.trajectory < len(part.pass_order.source.index)
     return rows if is_listed.all() else type(rows)(*(column[is_listed] for column in rows))
 
 
 def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
-    """Return the flags of a plan: bool `[F, T, N]`, the first F of `_FLAGS`."""
+    """Compute the flags of a plan in the order of `_FLAGS`: bool `[num_flags, T, N]`."""
     has_unknown = any(part.pass_order.source.index.has_unknown_ends for part in plan.parts)
     flags = np.zeros((len(_FLAGS) - (not has_unknown), plan.num_steps, len(plan.num_valid)), bool)
     done, timeout, is_first, valid, is_last = flags[:5]
     for part in plan.parts:
         env, time, _ = part.ends
         if len(env):
-            # The last frame of a missing trajectory is a timeout, as if the trajectory was cut.
+            # The end of a missing trajectory is unknown. It stays marked as a timeout, like that of
+            # a trajectory whose recording was cut.
             done[time, env] = is_last[time, env] = timeout[time, env] = True
-            env, time, trajectory = _listed(part.ends, part)
+            env, time, trajectory = _without_missing(part.ends, part)
             index = part.pass_order.source.index
             timeout[time, env] = index.is_timeout(trajectory)
             if has_unknown:
@@ -297,7 +317,7 @@ def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
     length = plan.num_steps + 1
     tasks = np.zeros(num_envs * length, np.int64)
     for part in plan.parts:
-        env, time, trajectory, _, count = _listed(part.pieces, part)
+        env, time, trajectory, _, count = _without_missing(part.pieces, part)
         tasks[counted_from(env * length + time, count)] = notes.tasks(part.pass_order.source)[
             trajectory
         ].repeat(count)
@@ -325,10 +345,14 @@ def map_batch(function: Any, batch: Transition) -> Transition:
 
 
 def write_into(buffer: Transition, batch: Transition, rows: torch.Tensor | None) -> None:
-    """Copy every tensor of `batch` into the rows `rows` of the tensors of `buffer` (None: all rows)."""
+    """Copy every tensor of `batch` into the tensor of `buffer` with the same name.
+
+    `rows` are the rows of the buffer to write; None: all rows.
+    """
     if not isinstance(buffer, Transition):
         raise UsageError(
-            f"buffer must be a Transition, got {type(buffer).__name__}. Call get_buffer()."
+            f"buffer must be a Transition, got {type(buffer).__name__}. "
+            "Pass the result of get_buffer()."
         )
     for name, target, source in zip(Transition._fields, buffer, batch, strict=True):
         if isinstance(source, (torch.Tensor, Mapping)):
@@ -339,7 +363,9 @@ def _write(name: str, target: Any, source: Any, rows: torch.Tensor | None) -> No
     if isinstance(source, Mapping):
         for key, value in source.items():
             if target is not None and key not in target:
-                raise SchemaError(f"buffer has no field '{name}/{key}'. Call get_buffer().")
+                raise SchemaError(
+                    f"buffer has no field '{name}/{key}'. Pass the result of get_buffer()."
+                )
             _write(f"{name}/{key}", None if target is None else target[key], value, rows)
         return
     if target is None:
@@ -370,20 +396,23 @@ class ReadAhead:
 
     def __init__(self, num_envs: int) -> None:
         self._index: TrajectoryIndex | None = None
-        #: Range of frames that was prefetched last for each env, counted over all trajectories:
-        #: int64 `[N]`.
+        #: Range of frames that was prefetched last for each env, int64 `[N]`. Frames are numbered
+        #: through all trajectories.
         self._begin = np.zeros(num_envs, np.int64)
         self._end = np.zeros(num_envs, np.int64)
         self._num_batches = 0
         self._is_warm = True
 
     def before(self, plan: Plan) -> None:
-        """Prefetch the frames of a plan and the frames after them, unless they were prefetched before."""
+        """Prefetch the frames of a plan and the frames that follow, before the plan is read.
+
+        Frames that were prefetched before are left out.
+        """
         for part in plan.parts:
             source = part.pass_order.source
             self._probe(source)
             if not self._is_warm:
-                self._prefetch(source, _listed(part.pieces, part))
+                self._prefetch(source, _without_missing(part.pieces, part))
 
     def _probe(self, source: RowSource) -> None:
         """Check every few batches whether the files are in the page cache."""
@@ -393,7 +422,8 @@ class ReadAhead:
             self._num_batches = 0
         if self._num_batches % _BATCHES_BETWEEN_PROBES[self._is_warm] == 0 and len(source.index):
             frames = np.linspace(0, source.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
-            # The frames of all trajectories follow each other, so they count from the first one.
+            # Frames are numbered through all trajectories, so these are frames of trajectory 0 that
+            # reach beyond its end into the others.
             rows = Rows(np.zeros_like(frames), frames, np.ones_like(frames), np.arange(len(frames)))
             self._is_warm = source.is_resident(rows)
         self._num_batches += 1

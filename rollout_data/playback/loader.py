@@ -1,4 +1,4 @@
-"""Prefetching of batches by a thread or worker processes, with the state after the delivered batches.
+"""Prefetching of batches by a thread or worker processes. The state is that of delivered batches.
 
 The process that receives the batches plans them and knows the position of the stream. It scans the
 folders when a pass begins, after it has delivered all earlier batches. So the stream does not
@@ -35,8 +35,8 @@ from .transition import Transition
 _MESSAGE = "scan"
 #: Returned by `next` at the end of an iterator.
 _END = object()
-#: Iterators of the parent of a forked process. They are kept alive, since deleting an iterator would
-#: stop the workers of the parent.
+#: Iterators over DataLoaders that a forked process has copied from its parent. A deleted iterator
+#: stops its workers, which belong to the parent. So the copies are never deleted.
 _of_parents: list[Any] = []
 
 
@@ -103,7 +103,7 @@ class PrefetchedBatches(Unique):
                     if not ahead:
                         return
                 batch = next(items, _END)
-                # `close` was called.
+                # The iterator ends only if `close` was called.
                 if batch is _END:
                     return
                 if batch is not None:
@@ -126,7 +126,10 @@ class PrefetchedBatches(Unique):
         self._release_dataset(self._items)
 
     def _release_dataset(self, items: PrefetchedItems[Any] | None) -> None:
-        """Release the dataset for other readers, unless another iteration reads from it."""
+        """Allow other iterations over the dataset.
+
+        Does nothing if the thread of `items` no longer reads it, for example after a newer iteration.
+        """
         if self.dataset.prefetch_thread is items:
             self.dataset.prefetch_thread = None
 
@@ -200,7 +203,7 @@ class RolloutLoader(Shown):
         board = Board()
 
         def agree_and_send(number: int | str, scan: ScanFolders) -> Any:
-            """Get the result of a scan, by this or another process, and send it to the workers."""
+            """Get the result of a scan from the process that scans, and send it to the workers."""
             result = agree(number, scan)
             board.write(f"{_MESSAGE}_{number}", (result, None))
             return result
@@ -250,7 +253,7 @@ class RolloutLoader(Shown):
         try:
             return next(batches)
         except (OSError, EOFError, RuntimeError) as cause:
-            # The worker is alive and has raised this error.
+            # torch adds "Caught " to errors that were raised in a worker. The worker is alive then.
             if str(cause).startswith("Caught ") or isinstance(cause, RolloutDataError):
                 raise
             raise BackgroundError(

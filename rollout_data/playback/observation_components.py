@@ -1,4 +1,4 @@
-"""The observation of a trajectory, joined from its components as batches have it."""
+"""Join the components of an observation, in the form that batches of a dataset have."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ..blocks.row_layout import joined
 _WHOLE = ("observations", "observation", "obs")
 
 
-def assembled(fields: Sequence[Field], traj_data: Mapping[str, Any]) -> torch.Tensor:
+def join_components(fields: Sequence[Field], traj_data: Mapping[str, Any]) -> torch.Tensor:
     """Join components `[T, ...]` of a mapping into `[T, D]`; see `RolloutDataset.assemble_obs_components`.
 
     Args:
-        fields: Fields of the observation, in order: `observation`, or `observation/<component>`.
-        traj_data: The components by name.
+        fields: Fields of the observation in the dataset, in the order of joining. They are named
+            `observation` or `observation/<component>`.
+        traj_data: Arrays or tensors by name, possibly nested.
     """
     if not isinstance(traj_data, Mapping):
         raise UsageError(f"traj_data must be a mapping of arrays, got {type(traj_data).__name__}.")
@@ -37,7 +38,7 @@ def assembled(fields: Sequence[Field], traj_data: Mapping[str, Any]) -> torch.Te
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the leaves of a nested mapping by their names; names may have "/" in them already."""
+    """Return the leaves of a nested mapping by flat name. Keys may contain "/" themselves."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -58,7 +59,7 @@ def _component(field: Field, leaves: Mapping[str, Any]) -> torch.Tensor:
             f"It has {', '.join(map(repr, leaves)) or 'no fields'}."
         )
     value = leaves[name]
-    if isinstance(value, tuple) and len(value) == 1:  # the form of the older writer
+    if isinstance(value, tuple) and len(value) == 1:  # The older writer stored such tuples.
         value = value[0]
     if isinstance(value, torch.Tensor):
         values = value.detach()

@@ -39,17 +39,19 @@ class Undecided(Exception):
     """The next pass needs a scan of the folders first."""
 
 
-#: End, writer and number of a trajectory (`TrajectoryIndex.name`).
+#: Name of a trajectory: end time, writer and number (`TrajectoryIndex.name`). It is the same in every
+#: snapshot. The position of a trajectory in the index of a snapshot may change from scan to scan.
 Name = Sequence[Any]
-#: Purposes of random keys: the order of a pass, and the first frames of its trajectories.
+#: Purposes of random keys. Keys with different purposes are independent: the order of a pass, and
+#: the first frames of its trajectories.
 _ORDER = 0
 _STARTS = 1
 _MOST_FRAMES = 1 << 62
 #: Maximum number of batches between two scans.
 _MOST_BATCHES = 1 << 20
 _NONE = np.zeros(0, np.int64)
-#: Numbers reserved for the passes of one epoch, so that passes of different epochs have different
-#: numbers.
+#: Pass k of epoch e has the number `k + e * _PASSES_AN_EPOCH` among the passes of all epochs. Passes
+#: with different numbers have different random keys.
 _PASSES_AN_EPOCH = 1 << 20
 
 
@@ -58,8 +60,8 @@ class PassOptions:
     """Options of `RolloutDataset` that choose and order trajectories.
 
     Attributes:
-        poll_interval_s: Seconds between scans while waiting for trajectories. See `RolloutDataset`
-            for the others.
+        poll_interval_s: Seconds between scans while waiting for trajectories. The other options are
+            documented in `RolloutDataset`.
     """
 
     dataset_loops: int = 1
@@ -86,16 +88,18 @@ class PassOptions:
 
 
 class Section(NamedTuple):
-    """Trajectories of a pass from one scan; plain data.
+    """Description of a subset of the trajectories of a pass, as plain data for a saved state.
+
+    The trajectories themselves are computed by `members`, also from a later snapshot.
 
     Attributes:
         bounds: Names of the first and the last trajectory, in the order of completion; None for an
             empty section.
         last_assigned: Name of the trajectory that was assigned last; None before the first one.
-        upto: Writer -> number of its last block. Only trajectories that are complete in these
-            blocks belong to the section. None: no limit.
-        since: Writer -> number of its last block. Trajectories that are complete in these blocks do
-            not belong to the section. None: no limit.
+        upto: Map from writer to the number of its last block. Only trajectories that are complete
+            in the blocks up to this number belong to the section. None: no limit.
+        since: Map from writer to the number of its last block. Trajectories that are complete in
+            the blocks up to this number do not belong to the section. None: no limit.
     """
 
     bounds: list[Name] | None
@@ -121,10 +125,10 @@ def frame_range(value: Any) -> tuple[int, int]:
 def choose(
     index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] | None = None
 ) -> Int64s:
-    """Return the trajectories that a pass delivers: int64, in the order of completion.
+    """Choose the trajectories of a pass: int64, in the order of completion.
 
-    `bounds` are the first and the last trajectory of a pass that has begun. Then the result has
-    the trajectories between them that still exist.
+    For a pass that has begun, pass the names of its first and its last trajectory as `bounds`. The
+    result then has the trajectories from the first to the last that still exist.
     """
     is_eligible = index.is_present()
     if options.waits_for_data:
@@ -151,9 +155,9 @@ def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> I
 def _was_complete(
     index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[str, int]
 ) -> np.ndarray:
-    """Return `[len(trajectories)]` bool: whether each trajectory is complete in earlier blocks.
+    """Return whether each trajectory was complete at an earlier scan: `[len(trajectories)]` bool.
 
-    Of each writer, only blocks up to the sequence number in `upto` count.
+    `upto` maps each writer to the number of its last block at that scan.
     """
     present = index.blocks[: index.num_present]
     then = TrajectoryIndex(
@@ -164,9 +168,15 @@ def _was_complete(
 
 
 def sections_at(pass_order: PassOrder, position: int) -> tuple[Section, Section | None]:
-    """Return a pair of sections of a pass after `position` of its trajectories were assigned.
+    """Return the sections of a pass, with the trajectories that were assigned last.
 
-    The second section has the new trajectories of the last scan, the first all others.
+    Args:
+        pass_order: The pass.
+        position: Number of trajectories of `pass_order` that were assigned to envs.
+
+    Returns:
+        The section with the older trajectories, and the section with the new trajectories of the
+        last scan; the second is None if no scan within the pass found any.
     """
     rest, fresh = pass_order.sections
     num_new = min(position, pass_order.num_fresh)
@@ -182,7 +192,7 @@ def sections_at(pass_order: PassOrder, position: int) -> tuple[Section, Section 
 
 
 def _bounds(index: TrajectoryIndex, pool: Int64s) -> list[Name] | None:
-    """Return the names of the first and the last trajectory; None for an empty pool."""
+    """Return the names of the first and the last trajectory in `pool`; None if it is empty."""
     if not len(pool):
         return None
     return [index.name(int(pool[0])), index.name(int(pool[-1]))]
@@ -191,10 +201,19 @@ def _bounds(index: TrajectoryIndex, pool: Int64s) -> list[Name] | None:
 def order_trajectories(
     index: TrajectoryIndex, pool: Int64s, options: PassOptions, number: int
 ) -> tuple[Int64s, Int64s]:
-    """Return the trajectories of a pass in order, and the first frame of each.
+    """Compute the order of a pass and the first frame of each trajectory.
 
-    The first frame is uniform over the part of `starting_frame_range` within the trajectory; 0 if
-    that part is empty.
+    A first frame is drawn uniformly from the frames of `starting_frame_range` that the trajectory
+    has. It is 0 if the trajectory has none of them.
+
+    Args:
+        index: Index of all trajectories.
+        pool: int64, trajectories of the pass in the order of completion.
+        options: Options of the order and of the first frames.
+        number: Number of the pass among the passes of all epochs.
+
+    Returns:
+        The trajectories of `pool` in the order of the pass, and their first frames: int64 each.
     """
     epoch = Epoch(options.seed, number)
     low, high = options.starting_frame_range
@@ -215,7 +234,11 @@ def order_trajectories(
 def num_assigned(
     index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name
 ) -> int:
-    """Return the number of trajectories of a pass up to `last`, which may be deleted."""
+    """Return the number of trajectories in `order` up to and including `last`.
+
+    `last` is the name of a trajectory. If it was deleted, the result counts the trajectories before
+    its former place.
+    """
     end, writer, trajectory = last
     if not options.random_shuffle_traj_order:
         return int(np.searchsorted(order, index.num_before(end, writer, trajectory + 1)))
@@ -228,9 +251,9 @@ def num_assigned(
 
 
 def _sort_keys(keys: np.ndarray) -> np.ndarray:
-    """Return the sort keys of a pass: the upper halves of random keys.
+    """Return the upper halves of random keys, by which the trajectories of a pass are sorted.
 
-    Trajectories with equal keys keep the order of the pool.
+    Trajectories with equal sort keys stay in the order of completion.
     """
     upper: np.ndarray = keys >> np.uint64(32)
     return upper
@@ -239,7 +262,7 @@ def _sort_keys(keys: np.ndarray) -> np.ndarray:
 def wait_for_trajectories(
     source: LiveSource, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple
 ) -> None:
-    """Scan the folders until a pass can use `wanted` trajectories. 0: scan once.
+    """Scan the folders until a pass can use `wanted` trajectories. If it is 0, scan once.
 
     Raises:
         WaitTimeoutError: The folders have fewer trajectories after `wait_timeout_s`.
@@ -292,16 +315,17 @@ class PassScheduler:
         source: The folders.
         options: Options that choose and order trajectories.
         epoch: Number of the epoch, which changes permutations and first frames.
-        keeps_on: Device to which the frames are copied first; None to read them from the files.
+        keeps_on: Device to which all frames are copied before reading; None: read from the files.
         skips: Whether damaged trajectories are skipped. Otherwise they raise an error.
         agree: Function that exchanges the result of a scan between the processes.
         is_cut_off: Whether ranks cannot exchange scans. Then the folders must not change from pass
             to pass.
         is_shared: Whether several processes share frames in memory. One process copies them, and
             the other processes map the copy.
-        missing: Trajectories that a loaded state plays and that are missing now, or have lost
-            frames: (writer, number) -> number of frames. They are numbered after the trajectories
-            of a snapshot. Their envs count the remaining frames, which are not `valid`.
+        missing: Trajectories that envs played when a loaded state was saved, and that were deleted
+            or shortened since then. Maps (writer, number) to the former number of frames. In plans
+            they have the numbers after the last trajectory of a snapshot. Their remaining frames
+            are delivered with `valid=False`, so that the order of all other frames stays the same.
     """
 
     source: LiveSource
@@ -319,11 +343,19 @@ class PassScheduler:
     _num_batches: int = 1
 
     def first(self) -> PassOrder:
-        """Return the first pass."""
+        """Begin the first pass."""
         return self._begin(0, None, np.zeros(0, np.int64))[0]
 
     def following(self, pass_order: PassOrder, in_use: Int64s) -> tuple[PassOrder, Int64s] | None:
-        """Return the next pass and the numbers of the trajectories `in_use` in it; None after the last.
+        """Begin the pass after `pass_order`.
+
+        Args:
+            pass_order: The current pass.
+            in_use: int64, numbers of the trajectories that envs play.
+
+        Returns:
+            The next pass, and the numbers that the trajectories `in_use` have in its snapshot, -1
+            for deleted trajectories. None after the last pass.
 
         Raises:
             UsageError: No trajectory is left.
@@ -346,12 +378,14 @@ class PassScheduler:
     def resumed(
         self, turn: int, upto: Mapping[str, int], played: Mapping[tuple[str, int], int]
     ) -> RowSource:
-        """Return the snapshot of a pass that began in another process; set `missing`.
+        """Open the snapshot of a pass from a saved state.
+
+        Played trajectories that were deleted or shortened are added to `missing`.
 
         Args:
             turn: Number of earlier scans that the processes synchronized.
-            upto: Writer -> number of the last block of the snapshot.
-            played: Played trajectories: (writer, number) -> number of frames.
+            upto: Map from writer to the number of its last block in the snapshot.
+            played: Trajectories that envs played: map from (writer, number) to number of frames.
         """
         self._synchronize(turn, 0, tuple)
         snapshot = self.source.snapshot(upto)
@@ -384,7 +418,7 @@ class PassScheduler:
         return np.append(index.lengths, list(self.missing.values()))
 
     def _without_missing(self, index: TrajectoryIndex, pool: Int64s, in_use: Int64s) -> Int64s:
-        """Return `pool` without trajectories that have lost frames while envs play them."""
+        """Return `pool` without shortened trajectories that envs still play as `missing` ones."""
         if not self.missing:
             return pool
         played = self.keys_of(index, in_use[in_use >= len(index)])
@@ -399,11 +433,22 @@ class PassScheduler:
         sections: tuple[Section, Section | None],
         before: PassOrder | None = None,
     ) -> PassOrder:
-        """Return the rest of pass `number`: the section of the last scan, then the other section."""
+        """Create the order of the unassigned trajectories of a pass.
+
+        The new trajectories of the last scan come first.
+
+        Args:
+            number: Number of the pass in the epoch.
+            turn: Number of earlier scans that the processes synchronized.
+            snapshot: Snapshot of the last scan.
+            in_use: int64, numbers of the trajectories that envs play.
+            sections: Sections of the pass, as returned by `sections_at`.
+            before: The pass before the scan, whose copied frames are reused if possible.
+        """
         rest, fresh = sections
         ordinal = self.number_of(number)
-        order, starts = self._left_of(snapshot.index, rest, ordinal, in_use)
-        new, new_starts = self._left_of(snapshot.index, fresh, ordinal, in_use)
+        order, starts = self._unassigned(snapshot.index, rest, ordinal, in_use)
+        new, new_starts = self._unassigned(snapshot.index, fresh, ordinal, in_use)
         if len(new):
             order = np.concatenate([new, order])
             starts = np.concatenate([new_starts, starts])
@@ -411,7 +456,7 @@ class PassScheduler:
         lengths = self._lengths(snapshot.index)
         return PassOrder(lengths, order, starts, number, snapshot, turn, sections, len(new))
 
-    def _left_of(
+    def _unassigned(
         self, index: TrajectoryIndex, section: Section | None, number: int, in_use: Int64s
     ) -> tuple[Int64s, Int64s]:
         """Return the unassigned trajectories of a section, in order, and their first frames."""
@@ -427,10 +472,10 @@ class PassScheduler:
         return order[done:], starts[done:]
 
     def needed(self, position: Position) -> Int64s:
-        """Return the trajectories that must stay readable after their files are deleted.
+        """Return the trajectories whose files must stay open if they are deleted: int64.
 
-        These are the played trajectories and, with `refresh_s`, the rest of the pass, which is used
-        until the next scan.
+        These are the played trajectories. With `refresh_s` they include the unassigned trajectories
+        of the pass, which are assigned until the next scan.
         """
         played = position.state.trajectory
         rest = (
@@ -454,9 +499,9 @@ class PassScheduler:
         return position.left == 0
 
     def refreshed(self, position: Position) -> Position:
-        """Scan within a pass.
+        """Scan within a pass, and return the position in the new order of the pass.
 
-        New trajectories are assigned before the rest of the pass, and no trajectory twice.
+        New trajectories are assigned before the older ones. No trajectory is assigned twice.
         """
         state, pass_order, _ = position
         snapshot, in_use, left = self._next_snapshot(
@@ -465,7 +510,7 @@ class PassScheduler:
         if snapshot.index is pass_order.source.index:
             return Position(state, replace(pass_order, turn=pass_order.turn + 1), left)
         rest, fresh = sections_at(pass_order, state.position)
-        # Writers whose blocks are not listed now stay in the dict: a later scan may list them again.
+        # Keep writers whose blocks are not listed now: a later scan may list them again.
         since = dict(fresh.since or {}) if fresh is not None else {}
         for writer, sequence in pass_order.source.index.writers_upto().items():
             since[writer] = max(sequence, since.get(writer, -1))
@@ -480,7 +525,8 @@ class PassScheduler:
         new = self.rest_of_pass(
             pass_order.number, pass_order.turn + 1, snapshot, in_use, sections, pass_order
         )
-        # Exhausted envs repeat a frame that is not valid, of any trajectory that can be read.
+        # An exhausted env repeats a frame with `valid=False`. If its trajectory was deleted, it
+        # repeats a frame of any other trajectory instead.
         is_deleted = state.is_exhausted & (in_use < 0)
         in_use = np.where(is_deleted, len(snapshot.index) - 1, in_use)
         return switch_pass_order(state, pass_order, new, in_use, self.following)._replace(left=left)
@@ -488,7 +534,7 @@ class PassScheduler:
     def _begin(
         self, number: int, before: PassOrder | None, in_use: Int64s
     ) -> tuple[PassOrder, Int64s]:
-        """Scan, and order a pass; return it and the numbers of the trajectories `in_use` in it."""
+        """Scan the folders and begin pass `number`; see `following` for `in_use` and the result."""
         turn = before.turn + 1 if before is not None else 0
         wanted = self.options.keep_latest_n_trajs or int(self.options.refresh_s is not None)
         snapshot, in_use, _ = self._next_snapshot(turn, wanted, before, in_use)
@@ -504,11 +550,18 @@ class PassScheduler:
     def _next_snapshot(
         self, turn: int, wanted: int, before: PassOrder | None, in_use: Int64s
     ) -> tuple[RowSource, Int64s, int]:
-        """Synchronize the snapshot across processes.
+        """Return the snapshot of the next scan, which is the same in all processes.
+
+        Args:
+            turn: Number of the scan.
+            wanted: Number of trajectories to wait for; 0: do not wait.
+            before: The current pass; None before the first pass.
+            in_use: int64, numbers in `before` of the trajectories that envs play. They stay readable
+                in the new snapshot.
 
         Returns:
-            The snapshot, the numbers of the trajectories `in_use` in it, and the number of batches
-            until the next scan. The trajectories `in_use` stay readable.
+            The snapshot; the numbers of the trajectories `in_use` in it, -1 for deleted ones; and
+            the number of batches until the next scan.
         """
         index = before.source.index if before is not None else None
         blocks_in_use = (
@@ -541,14 +594,17 @@ class PassScheduler:
         return snapshot, in_use, left
 
     def _synchronize(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
-        """Load the listing of the scanning process; return the number of batches until the next scan."""
+        """Get the listing of the folders from the process that scans, and use it from now on.
+
+        Returns:
+            The number of batches until the next scan.
+        """
         message, left, spot = self.agree(turn, partial(self._scan, wanted, in_use))
         listing = self._listings.restore(message)
         if listing is not None:
             self.source.adopt(listing, spot)
-            self._listings.last = (
-                self.source.listing()
-            )  # The listing in shared memory, not the one in the message.
+            # Keep the listing that is in shared memory, so that the listing in the message is freed.
+            self._listings.last = self.source.listing()
         return int(left)
 
     def _scan(self, wanted: int, in_use: BlocksInUse) -> Any:
@@ -577,7 +633,17 @@ class PassScheduler:
     def _with_cached_rows(
         self, turn: int, snapshot: RowSource, used: tuple[Int64s, Int64s], before: PassOrder | None
     ) -> RowSource:
-        """Copy the frames of a pass into memory, or map the copy of another process of this machine."""
+        """Copy the frames of a pass into memory, or map the copy of another process of this machine.
+
+        Args:
+            turn: Number of the scan.
+            snapshot: Snapshot of the pass.
+            used: int64 arrays of trajectories whose frames are needed.
+            before: The pass before; its copy is reused if it has all frames.
+
+        Returns:
+            A source that reads from the copy, or `snapshot` if frames are read from the files.
+        """
         device = self.keeps_on
         if device is None:
             return snapshot
@@ -611,7 +677,7 @@ class PassScheduler:
 
 
 def _content(index: TrajectoryIndex) -> Any:
-    """Return a value to compare two scans. It differs if their trajectories or edits differ."""
+    """Return a value that two indices share only if they list the same trajectories and edits."""
     return (
         index.writers_upto(),
         index.num_present,
@@ -620,9 +686,9 @@ def _content(index: TrajectoryIndex) -> Any:
 
 
 def _numbers_in(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:
-    """Return the position in the index `now` of trajectories of the index `before`.
+    """Convert numbers of trajectories in the index `before` to their numbers in the index `now`.
 
-    The position is -1 for a trajectory that was deleted or shortened.
+    The result is -1 for a trajectory that was deleted or shortened.
     """
     numbers = before.places_in(now, trajectories)
     has_shrunk = now.lengths[numbers] < before.lengths[trajectories] if len(now) else True

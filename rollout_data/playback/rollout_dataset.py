@@ -29,7 +29,7 @@ from ..sources.rows.chunk_decoder import CHUNK_CACHE_BYTES
 from ..sources.rows.row_source import RowSource
 from .batch_reader import OBSERVATION, BatchOptions, BatchReader, write_into
 from .loader import PrefetchedBatches
-from .observation_components import assembled
+from .observation_components import join_components
 from .passes import PassOptions, frame_range, wait_for_trajectories
 from .rollout_stream import Even, RolloutStream
 from .transition import Transition
@@ -189,7 +189,7 @@ class RolloutDataset(RolloutStream):
 
     @property
     def texts(self) -> dict[int, str]:
-        """Number -> text, of text fields and of `task`; read from all files at each call."""
+        """Map from number to text, for text fields and `task`. Each access reads all files."""
         return self._notes.texts(self._snapshot())
 
     @property
@@ -245,7 +245,7 @@ class RolloutDataset(RolloutStream):
         ids = np.sort(self._checked_ids(env_ids).numpy())
         some = ids if len(ids) < self.num_envs else None
         if some is not None:
-            self._check_alone()
+            self._check_single_process()
         plan, position = self.plan_next(1, some)
         batch = self.read(plan, position, some, without_time=True)
         write_into(buffer, batch, torch.from_numpy(ids))
@@ -293,15 +293,16 @@ class RolloutDataset(RolloutStream):
         return True
 
     def get_frame_range(self, filename: str | os.PathLike[str]) -> tuple[int, int]:
-        """Return the half-open range of frames of a file or a trajectory.
+        """Return the half-open range of frames of a file or a trajectory, as (start, stop).
 
         Args:
-            filename: A chunk file of the older layout, with or without its folder: the numbers in
-                the name `traj_START_END.pickle` are returned, and no file is read. Or the name of a
-                trajectory, "writer:number" (`ids` of `rollout_data.open(data_dir)`): `(0, length)`.
+            filename: Name of a chunk file of the older layout, `traj_START_END.pickle`, with or
+                without its folder. The result is (START, END), and no file is read. Or the name of
+                a trajectory, "writer:number", as in `ids` of `rollout_data.open(data_dir)`. The
+                result is (0, number of frames).
 
         Raises:
-            UsageError: The name is neither of them.
+            UsageError: The name has neither form, or there is not exactly one such trajectory.
         """
         name = os.fsdecode(filename) if isinstance(filename, (str, os.PathLike)) else repr(filename)
         frames = chunk_frames(name)
@@ -346,7 +347,7 @@ class RolloutDataset(RolloutStream):
         """
         schema = self._snapshot().layouts[DATA].schema
         fields = [field for name, field in schema.items() if name.partition("/")[0] == OBSERVATION]
-        return assembled(fields, traj_data).to(self.device)
+        return join_components(fields, traj_data).to(self.device)
 
     # Lookup by time
 
@@ -394,7 +395,7 @@ class RolloutDataset(RolloutStream):
         return frames
 
     def _played(self, env_ids: torch.Tensor) -> Int64s:
-        """Return the trajectories that envs of this process play."""
+        """Return the numbers of the trajectories that envs of this process play, int64."""
         played: Int64s = self.position.state.trajectory[self._own_envs][env_ids.numpy()]
         return played
 

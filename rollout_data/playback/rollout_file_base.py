@@ -226,7 +226,8 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
         """Return the frames at `position` (float64, in frames) as a batch `[len(env_ids), ...]`."""
-        return self.reference_num_frames(env_ids)  # raises
+        # This raises the error that reading by time is not supported.
+        return self.reference_num_frames(env_ids)
 
     def _ensure_started(self) -> None:
         if not self._is_started:

@@ -70,7 +70,10 @@ class RolloutStream(RolloutFileBase[Transition]):
     is_for_workers = False
 
     def _begin_unread(self, shard: Shard | None) -> None:
-        """Initialize the state of an unread stream; see `checked_shard` for `shard`."""
+        """Initialize the state of a stream before its first batch.
+
+        `shard` is the share of the envs that this process reads, as returned by `checked_shard`.
+        """
         self._chosen_shard = shard
         #: Rank of the process that sent this copy to a worker.
         self._sender = process_group.ALONE
@@ -94,7 +97,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         """Reset to the state before the first batch."""
         self.wait_for_abandoned_reader()
         self._source: LiveSource | None = None
-        #: A `PassScheduler` from the first batch on.
+        #: The `PassScheduler` of the epoch; None before the first batch.
         self._scheduler: Any = None
         self._position: Position | None = None
         self._shard = current_shard(self._chosen_shard)
@@ -130,9 +133,10 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._resumes = state["_resumes"]
 
     def _rank(self) -> Shard:
-        """Return the share of this process.
+        """Return the rank of this process, whose envs it reads.
 
-        A worker that was not forked has no process group. It has the share of its parent process.
+        A worker process has the rank of its parent. If it was not forked, torch.distributed is not
+        initialized in it, so the rank is sent with the stream.
         """
         shard = current_shard(self._chosen_shard)
         if shard.total > 1:
@@ -144,13 +148,16 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     @property
     def source(self) -> LiveSource:
-        """The opened folders."""
+        """Source of the trajectories in the folders. It is opened at the first access."""
         if self._source is None:
             self._source = self.new_source()
         return self._source
 
     def new_source(self) -> LiveSource:
-        """Open the folders again. They may be missing while trajectories are still recorded."""
+        """Open the folders as a new source.
+
+        With an option that waits for data, the folders may be missing at first.
+        """
         is_awaited = self._passes.waits_for_data
         return LiveSource(
             self._origins,
@@ -177,7 +184,7 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     @property
     def num_dataset_looped(self) -> int:
-        """Number of passes whose trajectories were all started."""
+        """Number of passes of which every trajectory was assigned to an env."""
         if self._position is None:
             return 0
         state, pass_order, _ = self._position
@@ -212,7 +219,10 @@ class RolloutStream(RolloutFileBase[Transition]):
             self._write_message(self._epoch, self._saved_name)
 
     def _new_scheduler(self, num_envs: int) -> PassScheduler:
-        """Create the scheduler for the current rank and epoch; all ranks have `num_envs` envs."""
+        """Create the scheduler of the current epoch.
+
+        `num_envs` is the number of envs of all ranks together.
+        """
         self._shard = self._rank()
         self._own_envs = self._shard.part_of(num_envs)
         if not self._receives_scans:
@@ -220,7 +230,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             if is_in_worker():
                 self.agree = partial(self._board.agree, self._group())
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
-        # A weak reference avoids a reference cycle: files are unmapped with the last reference.
+        # A strong reference would be a cycle. Files should be unmapped at once when the stream is
+        # deleted, not by the garbage collector later.
         stream = weakref.proxy(self)
         scheduler = PassScheduler(
             self.source,
@@ -235,8 +246,11 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._scheduler = scheduler
         return scheduler
 
-    def _undecided(self, pass_order: PassOrder, in_use: Int64s) -> None:
-        """Raise `Undecided`: the pass after `pass_order` needs a scan of the folders first."""
+    def _raise_undecided(self, pass_order: PassOrder, in_use: Int64s) -> None:
+        """Raise `Undecided` if there is a pass after `pass_order`. Arguments as `NextPass`.
+
+        Batches that are planned ahead use this function, because only the next batch may scan.
+        """
         if self._passes.has_pass(pass_order.number + 1):
             raise Undecided
 
@@ -275,24 +289,23 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
         ids = self._checked_ids(env_ids)
-        self._check_alone()
+        self._check_single_process()
         self._ensure_started()
         state, pass_order, left = self.position
         self._position = Position(
             *assign_next(state, np.sort(ids.numpy()), pass_order, self._scheduler.following), left
         )
 
-    def _check_alone(self) -> None:
-        """Raise `UsageError` if other processes plan the same stream.
+    def _check_single_process(self) -> None:
+        """Raise `UsageError` if other processes plan the batches of this stream too.
 
-        They would not know that some envs have advanced.
+        They would not know that single envs have advanced.
         """
         if self._shard.total * current_worker().total > 1:
             raise UsageError(
-                f"several processes share the order of {str(self.data_dir)!r} (ranks: "
-                f"{self._shard.total}, workers: {current_worker().total}), so single envs cannot "
-                "advance. Use all envs, or open the dataset with shard='none' and a seed for "
-                "each rank."
+                f"single envs cannot advance, because several processes read {str(self.data_dir)!r} "
+                f"together (ranks: {self._shard.total}, workers: {current_worker().total}). "
+                "Use all envs, or open the dataset with shard='none' and a seed for each rank."
             )
 
     def plan_next(
@@ -308,7 +321,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             num_steps: Steps T.
             envs: The envs that advance; None: all.
             after: Position at which the steps begin; None: the current position.
-            is_read: Whether this process reads the frames. Otherwise the plan has no env.
+            is_read: Whether this process reads the frames. If not, the plan is needed only for the
+                next position, and contains no env.
 
         Raises:
             DatasetExhausted: The epoch has no further batch.
@@ -328,7 +342,7 @@ class RolloutStream(RolloutFileBase[Transition]):
                 f"all {self.num_dataset_looped} passes over {str(self.data_dir)!r} are finished. "
                 "Call reset() to start again."
             )
-        following = self._scheduler.following if after is None else self._undecided
+        following = self._scheduler.following if after is None else self._raise_undecided
         share = self._own_envs if is_read or self.drop_last else slice(0)
         plan, state, pass_order = plan_steps(state, pass_order, num_steps, following, envs, share)
         if self.drop_last and not plan.is_full:
@@ -366,7 +380,15 @@ class RolloutStream(RolloutFileBase[Transition]):
     def read(
         self, plan: Plan, position: Position, envs: Int64s | None = None, without_time: bool = False
     ) -> Transition:
-        """Read the frames of a plan. Then release deleted files that `position` does not need."""
+        """Read the frames of a plan. Unreadable trajectories are left out or raise an error.
+
+        Args:
+            plan: The plan.
+            position: Position after the plan. Deleted files that are not needed from there on are
+                closed.
+            envs: Envs to read (ascending); None: all envs of the plan.
+            without_time: Whether the batch has no time axis. The plan must have one step.
+        """
         chosen = plan if envs is None else share_of(plan, envs)
         self.losses += report_missing(self._scheduler, chosen)
         while True:
@@ -381,7 +403,7 @@ class RolloutStream(RolloutFileBase[Transition]):
                 return batch
 
     def release(self, position: Position) -> None:
-        """Close deleted files that are not needed at a position."""
+        """Close files that were deleted and that are not needed from a position on."""
         index = position.pass_order.source.index
         self.source.release(lambda: index.blocks_of(self._scheduler.needed(position)))
 
@@ -401,7 +423,7 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def __next__(self) -> Transition:
         """Return the next batch; in a DataLoader worker, the next batch of this worker."""
-        # torchdata may load a state after `iter`.
+        # `load_state_dict` sets `_resumes` for the next `iter`. torchdata may call `iter` first.
         self._resumes = False
         worker = current_worker()
         if worker.total > 1:
@@ -465,7 +487,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             self._epoch = whole("epoch", state.get("epoch", 0), 0)
             self._is_used = False
         if is_in_worker():
-            # A worker of torchdata's StatefulDataLoader, which starts new workers in each epoch.
+            # Only torchdata's StatefulDataLoader loads a state in a worker. It starts new workers in
+            # each epoch, so the next iteration of this worker must resume.
             self._resumes = True
             self._write_message(self._epoch + self._is_used, "")
         else:
@@ -528,11 +551,14 @@ class RolloutStream(RolloutFileBase[Transition]):
         return self.next_position() is None
 
     def _read_message(self) -> Any:
-        """Return the message of this rank's workers: (next epoch, name of the resumed state) or None."""
+        """Read the message that the worker processes of this rank have left for the next iteration.
+
+        It is (next epoch, name of the state that the workers have resumed), or None.
+        """
         return self._board.read(f"next_{self._rank().number}")
 
     def _write_message(self, *message: Any) -> None:
-        """Write the message that `_read_message` reads. Without arguments, remove it."""
+        """Replace the message of `_read_message`, or remove it if there are no arguments."""
         self._board.write(f"next_{self._rank().number}", message or None)
 
     def _group(self) -> str:
@@ -556,7 +582,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         while not self._board.write(
             f"{self._group()}_of_{current_worker().number}", None, is_final=True
         ):
-            # This worker has read this group already, in an earlier epoch with the same seed.
+            # The name is taken: this worker belonged to a group of this name in an earlier epoch,
+            # because the loader has used the same seed again. Use the next name.
             self._num_iterations += 1
         sent = self._board.read(f"state_{self._shard.number}")
         if sent is not None:
@@ -579,7 +606,12 @@ class RolloutStream(RolloutFileBase[Transition]):
         return super().__iter__()
 
     def follow(self, saved: dict[str, Any], agree: Agree) -> None:
-        """Prepare this copy for a worker of `rollout_data.loader`: resume a state, receive scans."""
+        """Prepare this copy of the stream for the workers of a `RolloutLoader`.
+
+        Args:
+            saved: State that the workers resume.
+            agree: Function that receives the results of scans from the process of the loader.
+        """
         self._saved = saved
         self.agree = agree
         self._receives_scans = True

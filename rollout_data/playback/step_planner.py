@@ -18,7 +18,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 _ENV_BITS = 32
 _ENV = (1 << _ENV_BITS) - 1
-#: All envs.
+#: Slice that selects all envs.
 ALL = slice(None)
 
 
@@ -27,15 +27,17 @@ class PassOrder:
     """The trajectories of a pass, in the order in which they are assigned to envs.
 
     Attributes:
-        lengths: Frames of every trajectory of the snapshot, then of the trajectories that are
-            missing (`PassScheduler.missing`), int64 `[M]`.
+        lengths: Number of frames of every trajectory of the snapshot, then of the `missing`
+            trajectories (see `PassScheduler.missing`): int64 `[M]`. The number of a trajectory is
+            its index into `lengths`.
         trajectories: Trajectories of this pass in order, int64 `[K]`.
         starts: First frame of each of these trajectories, int64 `[K]`.
         number: Number of the pass, from 0.
-        source: Snapshot (`RowSource`) with these trajectory numbers; not used in this file.
+        source: Snapshot (`RowSource`) in which the trajectories have these numbers. This file does
+            not read from it.
         turn: Number of earlier scans that the processes synchronized.
-        sections: The sections that `trajectories` joins; see `passes.py`.
-        num_fresh: Number of trajectories that the last scan found. They come first.
+        sections: The two sections of the pass; see `sections_at` in `passes.py`.
+        num_fresh: Number of new trajectories of the last scan. They are the first `trajectories`.
     """
 
     lengths: Int64s
@@ -71,15 +73,20 @@ class StreamState(NamedTuple):
         return cls(np.full(num_envs, -1, np.int64), np.zeros(num_envs, np.int64), no, no.copy())
 
     def frames(self, pass_order: PassOrder, share: slice = ALL) -> Int64s:
-        """Return the next frame of each env of a share: int64 `[N]`; beyond the end if the env is exhausted."""
+        """Return the number of the next frame of each env in `share`: int64 `[N]`.
+
+        For an exhausted env it is the number of frames of the trajectory.
+        """
         frames: Int64s = pass_order.lengths[self.trajectory[share]] - self.left[share]
         return frames
 
 
 class Position(NamedTuple):
-    """The position of the stream of all ranks after a batch. Immutable.
+    """Position of the stream of all ranks after a batch. Immutable.
 
     Attributes:
+        state: Cursors of the envs.
+        pass_order: The current pass.
         left: With `refresh_s` and several processes, the number of batches until the next scan.
     """
 
@@ -91,7 +98,8 @@ class Position(NamedTuple):
 class Pieces(NamedTuple):
     """Runs of consecutive frames, as arrays with one element per run.
 
-    A run has `num_frames` frames of a trajectory. `env` gets them from step `time` on.
+    A run consists of the frames `frame` to `frame + num_frames` of `trajectory`. They are delivered
+    to `env` at the steps from `time` on.
     """
 
     env: Int64s
@@ -118,14 +126,21 @@ class PlanPart(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The frames and flags of T steps, at times 0 to T. Time T is that of the last next observations.
+    """The frames and flags of T steps of N envs.
+
+    Frames are planned for the times 0 to T. The frames at time T are the next observations of the
+    last step.
 
     Attributes:
-        parts: One part per `PassOrder`. Their pieces are sorted by (env, time) and cover `[N, T + 1]`
-            once. An exhausted env repeats its last frame and the end of its trajectory.
-        first_time, first_env: Times and envs at which trajectories start, int64 `[F]`.
+        num_steps: T.
+        parts: One part per `PassOrder`. The pieces of a part are sorted by (env, time). Together
+            the parts have exactly one frame for each env and time. An exhausted env repeats its
+            last frame, with the end of its trajectory.
+        first_time, first_env: Time and env of the first frame of each trajectory that starts in
+            these steps, int64 `[F]`.
         num_valid: Number of steps before the env was exhausted, at most T, int64 `[N]`.
-        is_full: Whether `num_valid` is T for all moving envs, including envs of other shares.
+        is_full: Whether no env that advances is exhausted before time T. This includes the envs of
+            other ranks.
     """
 
     num_steps: int
@@ -136,18 +151,22 @@ class Plan(NamedTuple):
     is_full: bool
 
 
-#: Function that begins the next pass: (pass order, trajectories in use) -> (next pass order,
-#: numbers of these trajectories in it; -1 if deleted), or None after the last pass.
+#: Function that begins the next pass. It maps (current pass, trajectories in use) to (next pass,
+#: numbers of these trajectories in it, -1 if deleted), or to None after the last pass.
 NextPass = Callable[[PassOrder, Int64s], "tuple[PassOrder, Int64s] | None"]
 
 
 def assign_next(
     state: StreamState, envs: Int64s, pass_order: PassOrder, next_pass: NextPass
 ) -> tuple[StreamState, PassOrder]:
-    """Assign the next trajectories to `envs` (ascending). The rest of their current ones is skipped."""
-    walk = _Walk(state, pass_order, next_pass, 0, share=slice(0))
-    walk.refill(envs, 0)
-    return walk.state_after(), walk.pass_order
+    """Assign the next trajectories to `envs` (ascending), and skip the rest of their current ones.
+
+    Returns:
+        The new state, and the pass of that state.
+    """
+    builder = _PlanBuilder(state, pass_order, next_pass, 0, share=slice(0))
+    builder.refill(envs, 0)
+    return builder.state_after(), builder.pass_order
 
 
 def switch_pass_order(
@@ -157,19 +176,25 @@ def switch_pass_order(
     numbers: Int64s,
     next_pass: NextPass,
 ) -> Position:
-    """Return the position in another order of the same pass.
+    """Continue a pass with another order, after a scan within the pass.
 
-    `numbers` are the numbers of the played trajectories in the new order; -1 if deleted, except for
-    exhausted envs. Exhausted envs, and envs with a deleted trajectory, get the next trajectories at
-    once.
+    Exhausted envs, and envs whose trajectory was deleted, get the next trajectories at once.
+
+    Args:
+        state: Cursors of all envs.
+        before: Order of the pass so far.
+        pass_order: New order of the unassigned trajectories of the pass.
+        numbers: int64 `[N]`, number in `pass_order` of the trajectory that each env plays; -1 if it
+            was deleted. Exhausted envs must have a number >= 0.
+        next_pass: Function that begins the next pass.
     """
-    walk = _Walk(state, before, next_pass, 0, share=slice(0))
-    walk.refill(walk.enter(pass_order, numbers, state.is_exhausted.nonzero()[0], 0), 0)
-    return Position(walk.state_after(), walk.pass_order)
+    builder = _PlanBuilder(state, before, next_pass, 0, share=slice(0))
+    builder.refill(builder.enter(pass_order, numbers, state.is_exhausted.nonzero()[0], 0), 0)
+    return Position(builder.state_after(), builder.pass_order)
 
 
 def share_of(plan: Plan, envs: Int64s) -> Plan:
-    """Return the part of a plan for some envs (ascending). The result numbers them from 0."""
+    """Return a plan with only some envs of `plan` (ascending), numbered from 0 in the result."""
     place = np.full(len(plan.num_valid), -1)
     place[envs] = np.arange(len(envs))
 
@@ -197,8 +222,17 @@ def plan_steps(
 ) -> tuple[Plan, StreamState, PassOrder]:
     """Plan the next `num_steps` steps of all envs.
 
-    An env whose trajectory ends gets the next unused one at once, in the order of (time, env). So
-    the number of steps per call does not change the result. Only `envs` advance (None: all).
+    An env whose trajectory ends gets the next unassigned trajectory at once. If several trajectories
+    end, the order of (time, env) decides. So the number of steps per call does not change the
+    result.
+
+    Args:
+        state: Cursors of all envs.
+        pass_order: The current pass.
+        num_steps: Number of steps T.
+        next_pass: Function that begins the next pass.
+        envs: Envs that advance; None: all.
+        share: Envs whose frames this process reads.
 
     Returns:
         The plan of the envs in `share`, numbered from 0; the state of all envs after it; and the
@@ -206,9 +240,9 @@ def plan_steps(
     """
     if envs is None and int(state.left.min()) > num_steps:
         return *_plan_without_ends(state, pass_order, num_steps, share), pass_order
-    walk = _Walk(state, pass_order, next_pass, num_steps, envs, share)
-    walk.run()
-    return walk.plan(), walk.state_after(), walk.pass_order
+    builder = _PlanBuilder(state, pass_order, next_pass, num_steps, envs, share)
+    builder.run()
+    return builder.plan(), builder.state_after(), builder.pass_order
 
 
 def _plan_without_ends(
@@ -216,7 +250,7 @@ def _plan_without_ends(
 ) -> tuple[Plan, StreamState]:
     """Plan steps in which no trajectory ends.
 
-    A batch of one step of 64 envs takes 100 us this way, and 140 us the general way.
+    With this special case, a batch of one step of 64 envs takes 100 us instead of 140 us.
     """
     trajectory = state.trajectory[share]
     env = np.arange(len(trajectory))
@@ -237,12 +271,13 @@ def _plan_without_ends(
     )
 
 
-class _Walk:
-    """Computation of one plan: the cursors of all envs and the segments that began.
+class _PlanBuilder:
+    """Computation of one plan.
 
-    A segment is a run of frames of one trajectory for one env. The ends of trajectories are
-    computed for all envs, since they decide which env gets the next trajectory. Pieces are built
-    only for the envs of `share`.
+    It starts from the cursors of all envs and assigns trajectories in the order of (time, env). An
+    assigned trajectory begins a segment: a run of frames of one trajectory for one env. The ends of
+    trajectories are computed for all envs, since they decide which env gets the next trajectory.
+    Pieces are built only for the envs of `share`.
     """
 
     def __init__(
@@ -261,8 +296,8 @@ class _Walk:
         self.before = state
         self.trajectory = state.trajectory.copy()
         self.is_exhausted = state.is_exhausted.copy()
-        #: The time after the last frame of each env's trajectory. Envs that do not move end
-        #: `num_steps` later.
+        #: Time after the last frame of each env's trajectory, int64 `[N]`. It is `num_steps` later
+        #: for envs that do not advance, so that none of their frames counts as delivered.
         self.end = state.left.copy()
         self.is_first = np.zeros(len(self.end), bool) if num_steps else state.is_first.copy()
         self.is_full = not (state.is_exhausted if envs is None else state.is_exhausted[envs]).any()
@@ -272,30 +307,34 @@ class _Walk:
             self.end[stays] += num_steps
             self.is_first |= state.is_first & stays
         self.share = slice(*share.indices(len(self.end)))
-        self.shown = np.arange(self.share.stop - self.share.start) if envs is None else envs
+        self.planned_envs = np.arange(self.share.stop - self.share.start) if envs is None else envs
         self.parts: list[PlanPart] = []
         first = state.is_first[self.share].nonzero()[0]
-        #: (env, time) of the first frame of each trajectory in the share.
+        #: First frames of trajectories in the share, as arrays (env, time).
         self.firsts: list[tuple[Int64s, ...]] = [(first, np.zeros_like(first))]
-        #: Segments that began: env, time, trajectory and frame.
+        #: Segments, as arrays of the env and of the time, trajectory and frame of their beginning.
         self.begun: list[tuple[Int64s, ...]] = []
-        #: Exhausted envs, and the times from which on they are exhausted.
+        #: Envs that become exhausted, and the time from which each has no frame, as arrays.
         self.stops: list[tuple[Int64s, ...]] = []
         self._open_part(0)
 
     def run(self) -> None:
-        """End segments in the order of (time, env) until all open segments outlast the last step."""
+        """Assign the next trajectories at all ends of trajectories up to the last step."""
         while len(first := self._ends_within()):
-            ends, makers, made = self._order_ends(first)
+            ends, assigned_at, ended_at = self._order_ends(first)
             times = ends >> _ENV_BITS
             envs = ends & _ENV
-            stop = num_assigned = min(len(ends), len(self.pass_order.trajectories) - self.position)
+            num_assigned = min(len(ends), len(self.pass_order.trajectories) - self.position)
+            stop = num_assigned
+            # At most ends, the trajectory ends that the env has played so far. At the ends
+            # `ended_at`, a trajectory ends that was assigned at the end `assigned_at` of this plan.
             trajectory = self.trajectory[envs]
+            trajectory[ended_at] = self.pass_order.trajectories[self.position + assigned_at]
             is_last = np.ones(num_assigned, bool)
-            trajectory[made] = self.pass_order.trajectories[self.position + makers]
-            is_last[makers[made < num_assigned]] = False
+            is_last[assigned_at[ended_at < num_assigned]] = False
             self._assign(envs[:num_assigned], times[:num_assigned], is_last)
-            # No trajectory is left: the pass ends at the next end.
+            # If the trajectories of the pass do not suffice, the next pass begins at the first end
+            # that gets no trajectory.
             if num_assigned < len(ends):
                 stop = int(np.searchsorted(ends, ends[num_assigned] | _ENV))
             self.ends.append((envs[:stop], times[:stop] - 1, trajectory[:stop]))
@@ -304,9 +343,9 @@ class _Walk:
             self.refill(envs[num_assigned:stop], int(times[num_assigned]))
 
     def _ends_within(self) -> Int64s:
-        """Return the ends up to the last step, sorted by time, then env: int64 `time << 32 | env`.
+        """Return the ends of the current trajectories up to the last step, sorted by (time, env).
 
-        numpy sorts single integers with vector instructions.
+        An end is an int64 `time << 32 | env`. numpy sorts such integers faster than pairs.
         """
         env = (self.end <= self.num_steps).nonzero()[0]
         env = env[~self.is_exhausted[env]]
@@ -315,19 +354,22 @@ class _Walk:
         return keys
 
     def _order_ends(self, first: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Order all ends up to the last step, while the pass has trajectories left.
+        """Compute all ends up to the last step, including ends of newly assigned trajectories.
 
-        At the n-th end an env gets the n-th trajectory. A short trajectory also ends by the last
-        step, which shifts the trajectories of all later ends. So the ends are computed again until
-        they do not change: 4 to 5 times for trajectories of 300 frames. An end depends only on
-        earlier ends, so exactly one such order exists.
+        At the n-th end an env gets the n-th unassigned trajectory. If that trajectory is so short
+        that it also ends up to the last step, its end is inserted, and all later ends get another
+        trajectory. So the ends are computed again until they do not change: 4 to 5 times for
+        trajectories of 300 frames. An end depends only on earlier ends, so the result is unique.
+
+        Args:
+            first: Ends of the current trajectories, as returned by `_ends_within`.
 
         Returns:
-            All ends, sorted. Indices of the ends at which a short trajectory was assigned. Indices
-            of the ends of these short trajectories.
+            All ends, sorted. For each short trajectory, the index of the end at which it is
+            assigned. For each short trajectory, the index of its own end.
         """
         ends = first
-        made = _EMPTY
+        short_ends = _EMPTY
         num_known = 0
         limit = (self.num_steps + 1) << _ENV_BITS
         while True:
@@ -341,20 +383,21 @@ class _Walk:
                 short = (spans <= self.num_steps).nonzero()[0]
                 spans = spans[short] << _ENV_BITS
             num_short = int(np.searchsorted(short, len(ends)))
-            made_before = made
-            made = ends[short[:num_short]] + spans[:num_short]
-            in_time = made < limit
-            made = made[in_time]
-            if np.array_equal(made, made_before):
-                return ends, short[:num_short][in_time], np.searchsorted(ends, made)
-            # A stable sort merges two sorted runs: 5,000 ends take 4 us, another sort takes 145.
-            ends = np.concatenate([first, np.sort(made)])
+            previous_short_ends = short_ends
+            short_ends = ends[short[:num_short]] + spans[:num_short]
+            in_time = short_ends < limit
+            short_ends = short_ends[in_time]
+            if np.array_equal(short_ends, previous_short_ends):
+                return ends, short[:num_short][in_time], np.searchsorted(ends, short_ends)
+            # A stable sort merges the two sorted runs: 5,000 ends take 4 us, and 145 us with the
+            # default sort.
+            ends = np.concatenate([first, np.sort(short_ends)])
             ends.sort(kind="stable")
 
     def _assign(self, envs: Int64s, times: Int64s, is_last: Any = ALL) -> None:
         """Assign the next trajectories of the pass to `envs`, from `times` on.
 
-        An env may get several trajectories; `is_last` selects its last one.
+        `envs` may contain an env several times. Then `is_last` is a mask of its last assignment.
         """
         chosen = slice(self.position, self.position + len(envs))
         trajectory = self.pass_order.trajectories[chosen]
@@ -370,7 +413,8 @@ class _Walk:
     def refill(self, envs: Int64s, time: int) -> None:
         """Assign the next trajectories to `envs`, in this order, from `time` on.
 
-        Begins another pass if the trajectories do not suffice.
+        If the trajectories of the pass do not suffice, the next pass begins. After the last pass
+        the remaining envs become exhausted.
         """
         while len(envs):
             taken = min(len(envs), len(self.pass_order.trajectories) - self.position)
@@ -388,10 +432,17 @@ class _Walk:
                 envs = self.enter(*begun, envs, time)
 
     def enter(self, pass_order: PassOrder, numbers: Int64s, waiting: Int64s, time: int) -> Int64s:
-        """Switch to another pass order at `time`; return the envs that need a trajectory.
+        """Switch to another pass order at `time`.
 
-        These are the `waiting` envs and the envs with a deleted trajectory. `numbers` are the
-        numbers of the trajectories of all envs in the new order; -1 if deleted.
+        Args:
+            pass_order: The new pass order.
+            numbers: int64 `[N]`, number in the new order of the trajectory that each env plays; -1
+                if it was deleted.
+            waiting: Envs that need a trajectory.
+            time: Time from which the new order is used.
+
+        Returns:
+            The envs that need a trajectory: `waiting`, and envs whose trajectory was deleted.
         """
         is_lost = (numbers < 0) & ~self.is_exhausted
         is_lost[waiting] = False
@@ -403,23 +454,26 @@ class _Walk:
         self.trajectory = numbers.copy()
         self.position = 0
         if is_other:
-            # Envs that get a trajectory at this time have a segment without frames in this part.
+            # The current segments continue in the new part. A segment whose env gets another
+            # trajectory at this time has no frames there.
             self._open_part(time)
         return np.concatenate([waiting, np.flatnonzero(is_lost)])
 
     def _open_part(self, time: int) -> None:
-        """Begin a part of the plan with the trajectory numbers of the current pass order."""
-        env = self.shown
+        """Begin a part of the plan. Its trajectory numbers refer to the current pass order."""
+        env = self.planned_envs
         trajectory = self.trajectory[self.share]
         frame = self.pass_order.lengths[trajectory] - self.end[self.share] + time
-        #: Segments of the share that continue from the part before: env, time, trajectory and
-        #: frame.
+        #: Segments of the share that continue from the previous part, in the form of `begun`.
         self.played = env, np.full(len(env), time), trajectory[env], frame[env]
         self.num_begun = len(self.begun)
         self.ends: list[tuple[Int64s, ...]] = [_NO_ENDS]
 
     def _select_share(self, rows: Sequence[tuple[Int64s, ...]]) -> tuple[Int64s, ...]:
-        """Join rows whose first column is the env; select the share and number its envs from 0."""
+        """Concatenate tuples of columns, and select the rows of the envs in the share.
+
+        The first column contains the env. In the result the envs of the share are numbered from 0.
+        """
         env, *others = _joined(rows)
         if self.share.stop - self.share.start == len(self.trajectory):
             return env, *others
@@ -427,13 +481,15 @@ class _Walk:
         return env[chosen] - self.share.start, *(column[chosen] for column in others)
 
     def _close_part(self, stop: int) -> None:
-        """Add the segments to the plan, each up to the next segment of its env, or to time `stop`."""
+        """End the current part of the plan at time `stop`, and convert its segments to pieces.
+
+        A segment ends where the next segment of its env begins, or at `stop`.
+        """
         begun = self._select_share(self.begun[self.num_begun :] or [_NO_SEGMENTS])
         self.firsts.append(begun[:2])
         env, time, trajectory, frame = _joined([self.played, begun])
-        order = stable_order(
-            env
-        )  # A stable order keeps the segments of an env in the order of time.
+        # A stable order keeps the segments of an env in the order of time.
+        order = stable_order(env)
         env = env[order]
         time = time[order]
         end = np.full(len(env), stop)
@@ -444,7 +500,7 @@ class _Walk:
         self.parts.append(PlanPart(self.pass_order, pieces, Ends(*self._select_share(self.ends))))
 
     def plan(self) -> Plan:
-        """End the open segments after time T, and return the plan."""
+        """End all segments after time T, and return the plan."""
         num_valid = np.where(self.before.is_exhausted[self.share], 0, self.num_steps)
         if self.stops or not self.is_full:
             self._repeat_last(num_valid)
@@ -455,10 +511,13 @@ class _Walk:
         return Plan(self.num_steps, tuple(self.parts), *firsts, num_valid, self.is_full)
 
     def _repeat_last(self, num_valid: Int64s) -> None:
-        """Let exhausted envs of the share repeat their last frame at every remaining time."""
+        """Add segments in which exhausted envs of the share repeat their last frame.
+
+        Each remaining time gets a segment. `num_valid` is changed in place.
+        """
         envs, times = self._select_share(self.stops or [_NO_STOPS])
         num_valid[envs] = times
-        envs = self.shown[self.is_exhausted[self.share][self.shown]]
+        envs = self.planned_envs[self.is_exhausted[self.share][self.planned_envs]]
         count = self.num_steps + 1 - num_valid[envs]
         env = np.repeat(envs + self.share.start, count)
         time = counted_from(num_valid[envs], count)

@@ -18,7 +18,7 @@ from .passes import Name, PassOptions, PassScheduler, Section, sections_at
 from .step_planner import Bools, Position, StreamState
 
 _VERSION = 4
-#: Frames of a trajectory at most, so that the sum over all envs fits int64.
+#: Maximum number of frames of a trajectory. The sum over all envs then fits int64.
 _MOST_FRAMES = 1 << 38
 _KEYS = {
     "version", "is_started", "settings", "epoch", "pass", "upto", "bounds", "dealt", "writers", "trajectory", "length",
@@ -60,13 +60,23 @@ def state_at(position: Position, scheduler: PassScheduler) -> dict[str, Any]:
 
 
 class Misfit(Exception):
-    """A state does not fit a dataset. The argument is the problem as a sentence."""
+    """A saved state does not fit a dataset.
+
+    The message continues the sentence "the state does not fit <dataset>: ", so "it" is the state.
+    """
 
 
 def check_settings(
     saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice
 ) -> None:
-    """Raise `Misfit` if a state has other settings, or not `num_envs` envs in the `share` of this rank."""
+    """Raise `Misfit` if a saved state has other settings than a dataset.
+
+    Args:
+        saved: The state.
+        options: Options of the dataset.
+        num_envs: Number of envs of this rank.
+        share: The envs of this rank, as a slice of the envs in the state.
+    """
     if saved.get("version") != _VERSION:
         raise Misfit(
             f"it has version {saved.get('version')!r}, expected {_VERSION}. "
@@ -94,7 +104,7 @@ def check_settings(
 
 
 def position_in(saved: Mapping[str, Any], scheduler: PassScheduler) -> Position:
-    """Return the stream position that a saved state describes.
+    """Convert a saved state to the position of a stream.
 
     Raises:
         Misfit: A trajectory in the state does not exist, or the state contradicts itself.
@@ -127,7 +137,10 @@ def position_in(saved: Mapping[str, Any], scheduler: PassScheduler) -> Position:
         int(saved["pass"]), turn, snapshot, trajectory, (rest, fresh)
     )
     if pass_order.number < 0 or not scheduler.options.has_pass(pass_order.number):
-        raise Misfit(f"it is in pass {pass_order.number}, which this dataset does not have.")
+        raise Misfit(
+            f"it is in pass {pass_order.number}, which dataset_loops="
+            f"{scheduler.options.dataset_loops} does not include."
+        )
     frames_left = np.where(is_exhausted, 0, pass_order.lengths[trajectory] - frame)
     if ((frame < 0) | (frames_left < ~is_exhausted)).any():
         raise Misfit(f"its frames {frame.tolist()[:8]} are outside their trajectories.")
@@ -162,7 +175,9 @@ def _optional_name(saved: Any) -> Name | None:
 def _without_deleted(
     trajectory: Int64s, is_exhausted: Bools, index: TrajectoryIndex, keys: list[tuple[str, int]]
 ) -> Int64s:
-    """Return the trajectory of each env, with a replacement for deleted ones of exhausted envs.
+    """Replace deleted trajectories of exhausted envs by another trajectory.
+
+    An exhausted env only repeats a frame with `valid=False`, so any trajectory will do.
 
     Raises:
         Misfit: The trajectory of an env that still has frames is deleted.
@@ -176,7 +191,7 @@ def _without_deleted(
 
 
 def _settings(options: PassOptions) -> dict[str, Any]:
-    """Return the options that determine the order of frames, besides the number of envs."""
+    """Return the options that determine the order of frames, except the number of envs."""
     settings = asdict(options)
     settings["starting_frame_range"] = list(settings["starting_frame_range"])
     for name in ("wait_timeout_s", "poll_interval_s", "refresh_s"):

@@ -40,7 +40,7 @@ class Transition(NamedTuple):
         next_privileged_observation: The same for `privileged_observation`.
         is_first: Whether the frame is the first delivered frame of its trajectory, bool.
         valid: Whether the env still has frames, bool. An exhausted env repeats its last transition.
-        stream_id: Rank of the envs.
+        stream_id: Rank of the process that reads these envs.
         extras: Further recorded fields by name; None without such fields.
         is_last: Whether the frame is the last of its trajectory, bool, independent of
             `mark_first_frame`. None if a custom reader does not set it.

@@ -30,7 +30,7 @@ def report_missing(scheduler: PassScheduler, plan: Plan) -> list[Any]:
 
 
 def leave_out(source: LiveSource, plan: Plan, problem: DataFileError, skips: bool) -> list[Any]:
-    """Mark the trajectories of a plan that cannot be read.
+    """Mark the trajectories of a plan that cannot be read, after the error `problem`.
 
     Returns:
         The names of the trajectories and their errors, for `LiveSource.note_loss`.
@@ -56,7 +56,9 @@ class ReadableCheck:
     """Raises an error if a batch has no valid frame and no trajectory of the pass is readable."""
 
     def __init__(self) -> None:
-        self._checked = 0, 0  # losses and pass for which some trajectory could still be read
+        #: Number of lost trajectories, and number of the pass, at the last successful check. The
+        #: check is repeated only when one of them changes.
+        self._checked = 0, 0
 
     def check(self, source: LiveSource, position: Position, batch: Transition, skips: bool) -> None:
         num_lost = source.num_lost_trajectories
