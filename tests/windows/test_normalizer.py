@@ -220,7 +220,7 @@ def test_fields_that_cannot_be_normalized_raise(folder, tmp_path):
             scale.normalize(*given)
     with pytest.raises(UsageError, match=r"shape \(4, 3\), expected \[..., 2\]"):
         scale.normalize({"action": torch.ones(4, 3)})
-    with pytest.raises(UsageError, match="the mode 'quantiles' requires two"):
+    with pytest.raises(UsageError, match="the mode 'quantiles' requires at least two"):
         Normalizer(WindowDataset(folder, 1).statistics([0.5], progress=False), "quantiles")
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         writer.add(
