@@ -333,7 +333,7 @@ def test_a_state_that_does_not_fit_raises(tmp_path):
     next(iter(loader))
     state = loader.state_dict()
     sorted(tmp_path.glob("rollout_*.h5"))[0].unlink()
-    with pytest.raises(UsageError, match=r"has windows \[0, 2, 1\], expected \[0, 1, 1\]"):
+    with pytest.raises(UsageError, match=r"\[0, 2, 1\] instead of \[0, 1, 1\]"):
         WindowLoader(WindowDataset(tmp_path, 2), 4).load_state_dict(state)
     again = WindowLoader(WindowDataset(tmp_path, 1), 4)
     again.set_epoch(loader.epoch + 1)
