@@ -113,7 +113,7 @@ def test_a_state_of_other_chunks_is_refused(folder):
     loader = WindowLoader(far_windows(url), 16)
     next(iter(loader))
     other = WindowLoader(far_windows(url, remote={"chunk_bytes": 8192}), 16)
-    with pytest.raises(UsageError, match="for URLs frames and chunks"):
+    with pytest.raises(UsageError, match="for URLs frames per chunk and chunks per group"):
         other.load_state_dict(loader.state_dict())
 
 
