@@ -87,7 +87,9 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         self._shared = WorkerMemory()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in self._not_pickled}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in self._not_pickled
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
