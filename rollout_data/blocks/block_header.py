@@ -411,9 +411,12 @@ def _read_notes(tables: _Tables) -> dict[str, NoteTable]:
     for kind in kinds:
         name = f"{kind}/{TABLE}"
         stored[name] = tables.read(name, NOTE_DTYPE, (-1,))
-    if expected is None or tables_crc(stored) != int(expected):
+    if expected is None:
+        raise _header_error("the checksum of the annotations is missing")
+    checksum = tables_crc(stored)
+    if checksum != int(expected):
         raise _header_error(
-            f"expected checksum {expected} of the annotations, got {tables_crc(stored)}"
+            f"expected checksum {int(expected):08x} of the annotations, got {checksum:08x}"
         )
     notes = {}
     for kind in kinds:

@@ -446,6 +446,15 @@ def rewritten(block: Path, path: Path, **parts) -> Path:
     return path
 
 
+def test_opening_a_block_without_the_checksum_of_its_notes_raises(block, tmp_path):
+    path = tmp_path / "other.h5"
+    shutil.copy(block, path)
+    with h5py.File(path, "r+") as file:
+        del file.attrs["notes_crc"]
+    with pytest.raises(CorruptFileError, match="the checksum of the annotations is missing"):
+        read_header(path)
+
+
 def test_opening_a_block_with_contradictory_tables_of_notes_raises(block, tmp_path):
     with h5py.File(block) as file:
         table, data = file["episodes/table"][()], file["episodes/bytes"][()]
