@@ -418,7 +418,11 @@ class TrajectoryReplayBuffer(Shown, Owned):
                         else counters.rng
                     )
                     self.rng.set_state(rng)
-                self._next_id = max(counters.next_id, self._next_id) + rank
+                # All ranks count from the same number in steps of `id_step`, so no two ranks use the
+                # same id, whatever each of them added before.
+                first_id = counters.next_id + rank
+                num_used = max(0, self._next_id - first_id)
+                self._next_id = first_id + -(-num_used // id_step) * id_step
                 self._id_step = id_step
 
     def _live_of(self, entries: Sequence[Entry]) -> LiveTrajectories:

@@ -273,7 +273,7 @@ def test_every_way_of_reading_returns_the_same_batches(tmp_path, request, varian
 
 def test_a_dataset_larger_than_memory_is_not_cached(tmp_path, little_memory):
     record_blocks(tmp_path)
-    with pytest.raises(UsageError, match="Use cache='none'"):
+    with pytest.raises(UsageError, match="Pass cache='none'"):
         opened(tmp_path, cache="ram").reset()
 
 

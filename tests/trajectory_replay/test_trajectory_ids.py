@@ -77,3 +77,27 @@ def test_an_id_listed_twice_in_an_index_is_one_trajectory(tmp_path: Path) -> Non
         assert buffer.trajectory_ids == [0, 1]
         buffer.add(trajectory(2, 2, 2))
     check(folder, [1, 2])
+
+
+@pytest.mark.parametrize("nums_before", [(0, 4), (4, 0), (5, 5), (7, 3)])
+def test_ranks_use_different_ids_after_a_load_whatever_each_added_before(
+    tmp_path: Path, nums_before: tuple[int, int]
+) -> None:
+    source = TrajectoryReplayBuffer()
+    for number in range(4):
+        source.add(trajectory(number, 2, 2))
+    source.save_checkpoint(tmp_path)
+    ids: list[int] = []
+    for rank, num_before in enumerate(nums_before):
+        buffer = TrajectoryReplayBuffer(rank=rank, world_size=2)
+        for number in range(num_before):
+            buffer.add(trajectory(number, 2, 2))
+        before = set(buffer.trajectory_ids)
+        buffer.load_checkpoint(tmp_path, is_distributed=True, local_rank=rank, world_size=2)
+        loaded = set(buffer.trajectory_ids)
+        for number in range(4):
+            buffer.add(trajectory(number, 2, 2))
+        new = set(buffer.trajectory_ids) - loaded
+        assert len(new) == 4 and min(new) > max(before | set(source.trajectory_ids))
+        ids += new
+    assert len(set(ids)) == 8
