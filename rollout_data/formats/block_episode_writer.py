@@ -125,9 +125,9 @@ class OwnWriter(ForeignWriter):
         return [name for name in texts if all(name in episode.texts for episode in written)]
 
     def _mark_noted_ends(self) -> None:
-        """Set the mark in metadata.json for a folder with ends in the metadata of episodes.
+        """Mark the folder if the end of an episode is stated in the episode's metadata.
 
-        Readers look for ends in the metadata of episodes only if this mark is set.
+        The mark is in metadata.json. Readers skip the ends in episode metadata without this mark.
         """
         metadata = load_metadata(self.path) if self.path.is_dir() else None
         if metadata is None or not self._has_noted_ends:
@@ -138,7 +138,7 @@ class OwnWriter(ForeignWriter):
             mark_noted_ends(self.path)
 
     def _note_unlisted(self) -> None:
-        """Complete the conversion record by the published episodes that are missing from it."""
+        """Add published episodes to the conversion record if it does not list them."""
         if self.path.is_dir():
             unlisted = self._present_episodes() - self.conversion.published
             if unlisted:
@@ -225,7 +225,7 @@ class OwnWriter(ForeignWriter):
             self._publish(writer)
         try:
             self._add_steps(writer, episode)
-        except BaseException:  # Ctrl-C must not publish a part.
+        except BaseException:  # Ctrl-C must not publish a part of an episode.
             writer.discard([0])
             raise
         if self._is_open:
@@ -275,9 +275,9 @@ class OwnWriter(ForeignWriter):
             self._added = []
 
     def _steps(self, episode: EpisodeToWrite, start: int, stop: int) -> dict[str, Any]:
-        """Read the steps `start:stop` as arguments of `RolloutWriter.add_rollout`: `[T, 1, ...]`.
+        """Read the steps `start:stop` in the form that a `RolloutWriter` records: `[T, 1, ...]`.
 
-        The metadata of the episode are attached to its last step.
+        The last step of the episode also has the metadata of the episode.
         """
         num_steps = stop - start
         is_last = stop == episode.length
@@ -309,7 +309,7 @@ class OwnWriter(ForeignWriter):
         return steps
 
     def _final(self, episode: EpisodeToWrite) -> Any:
-        """Read the observation after the last step: `[1, ...]`, or nested dicts of such values.
+        """Read the observation after the last step: `[1, ...]`, or nested dicts of arrays `[1, ...]`.
 
         The result is None if the observation or one of its fields is missing.
         """
@@ -368,7 +368,7 @@ class OwnWriter(ForeignWriter):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            # If the disk was full, some added episodes may be missing from the published blocks.
+            # The disk may have been full, so only episodes in published blocks are recorded.
             if self._added:
                 self._note_unlisted()
 
@@ -384,7 +384,7 @@ def _as_tensor(rows: np.ndarray[Any, Any], field: Field) -> torch.Tensor:
 
 
 def _with_source_dtypes(fit: Fit) -> Fit:
-    """Return the common fields with the dtypes of the source; drop fields that cannot be filled.
+    """Restore the source dtypes of the common fields; drop fields that cannot be filled.
 
     `common_fields` turns a field that is missing from some episodes into a float field, because a
     playback stream fills it with NaN. A conversion must keep the values of its source: flags stay
@@ -408,10 +408,10 @@ def _with_source_dtypes(fit: Fit) -> Fit:
 
 
 def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
-    """Map the names of observation components to the codec `normalized_image`.
+    """Map the observation components to store with the codec `normalized_image` to this codec.
 
-    Components that all episodes store with this codec are included. Their values are multiples of
-    1/255, which the codec stores without loss.
+    These are the components that all source episodes store with this codec. Their values are
+    multiples of 1/255, which the codec stores without loss.
     """
     distinct = list(dict.fromkeys(schemas))
     codecs = {}
@@ -425,9 +425,9 @@ def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
 
 
 def _noted_end(episode: EpisodeToWrite) -> str:
-    """Return the value of the metadata key `ENDS` of an episode: "unknown", "open" or "".
+    """Return the end of an episode to store in its metadata: "unknown", "open" or "".
 
-    "" means that the flags in the block of the episode already state how it ended.
+    "" means that the flags `terminated` and `truncated` in the block already state the end.
     """
     if None in (episode.terminated, episode.truncated) and episode.metadata.get(ENDS) != OPEN_END:
         return UNKNOWN

@@ -76,7 +76,7 @@ def check_same_note(
     Args:
         there: Conversion record in the target.
         now: Conversion record of a new conversion with the given source and options.
-        effective: Function that returns the effect of options on the recording; see
+        effective: Function that maps options to the values that a conversion of the recording uses,
             `ForeignWriter.effective`.
         path: Path of the target.
 
@@ -104,12 +104,12 @@ def check_same_rows(
     Args:
         there: Conversion record in the target.
         now: Conversion record of a new conversion with the given source and options.
-        recording: The source, after `check_same_note`.
+        recording: The source.
         path: Path of the target.
         progress: Show a progress bar.
 
     Raises:
-        UsageError: Rows differ. The error names the first field.
+        UsageError: Rows differ. The error names the first field with different rows.
         DataFileError: An episode of the target cannot be read in the source any more.
     """
     if there.source and there.source == now.source:
@@ -151,14 +151,14 @@ def _option_difference(
     now: Mapping[str, Any],
     effective: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> str:
-    """Describe the first option whose effect differs; "" if all effects are equal."""
+    """Describe the first option that makes a difference for the recording; "" if none does."""
     name = _first_difference(there, now)
     if name and there.keys() == now.keys():
         try:
             effect_there = effective(there)
             effect_now = effective(now)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            # Invalid option values can make `effective` fail. The values are compared instead.
+            # `effective` fails if an option is invalid. The options are then compared as passed.
             effect_there = there
             effect_now = now
         name = _first_difference(plain(effect_there), plain(effect_now))
@@ -170,7 +170,7 @@ def _option_difference(
 
 
 def _episode_difference(there: ConversionNote, now: ConversionNote) -> str:
-    """Describe the first difference of episodes or metadata; "" if there is none. Ignores rows."""
+    """Describe the first difference in episode descriptions or metadata; "" if there is none."""
     if len(now.episodes) < len(there.episodes):
         return f"{len(now.episodes)} episodes instead of {len(there.episodes)}"
 
@@ -217,12 +217,14 @@ def _text(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
-    """Map the fields of a recording to the properties that determine the layout of a target.
+    """Map each field name to the dtypes and shapes of the field, and to whether all episodes have it.
+
+    The result changes if a target of the recording would get another layout.
 
     Returns:
-        A dict that maps the name of each field to a pair: the set of its forms, and whether every
-        episode has the field. A form is a text with dtype and shape. "terminated", "truncated" and
-        "success" are fields of the episodes in which they are known.
+        A dict that maps field names to pairs: a set of texts with dtype and shape, and whether every
+        episode has the field. "terminated", "truncated" and "success" count as fields of the
+        episodes in which they are known.
     """
     forms: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
@@ -270,7 +272,9 @@ def check_nothing_gained(
 def unreadable_episodes(
     ids: Collection[str], recording: Recording, damaged: Mapping[str, DataFileError]
 ) -> dict[str, DataFileError]:
-    """Return the errors of episodes that are still unreadable, in the order of the source.
+    """Map episodes that were unreadable before, and still are, to their errors.
+
+    The episodes are in the order of the source.
 
     Args:
         ids: Episodes that were unreadable when the target was written.

@@ -162,7 +162,7 @@ def _checked_writer(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
 
 
 def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
-    """Convert while the caller holds the lock of the target; append errors to `problems`."""
+    """Start or resume a conversion; append errors to `problems`. The caller has locked the target."""
     recording = job.recording
     path = job.path
     writer_type = job.writer_type

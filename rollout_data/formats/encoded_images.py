@@ -36,15 +36,16 @@ _DAMAGE = (
     AttributeError,
 )
 Pixels = np.ndarray[Any, Any]
-#: Minimum number of pixels of the shorter side of a picture.
+#: Minimum number of pixels of the shorter side. Arrays with a shorter side are not pictures.
 _MIN_SIDE = 8
 _NUM_CHANNELS = (1, 3, 4)
 
 
 def axes_of(shape: Sequence[int]) -> str:
-    """Return the axes of a picture of shape `shape`: "HW", "HWC" or "CHW".
+    """Return the order of the axes if an array of this shape may be a picture.
 
-    The result is "" if no picture has this shape.
+    Returns:
+        "HW", "HWC" or "CHW"; "" if no picture has this shape.
     """
     if len(shape) == 2:
         axes = "HW"
@@ -107,7 +108,7 @@ def decode_picture(
 
 @of_kind("undecodable")
 def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
-    """Return the shape that `decode_picture` would return, reading only the header.
+    """Read the shape `[H, W, C]` of a picture from its header, without decoding the picture.
 
     Raises:
         CorruptFileError: The picture is damaged, or has more than 8 bits per channel.

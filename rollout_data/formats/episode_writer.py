@@ -124,12 +124,12 @@ class ForeignWriter(ABC):
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     #: Names of the recording's metadata that the format can store; None means all names.
     HOLDS: ClassVar[frozenset[str] | None] = frozenset()
-    #: Whether the positions of all rows are fixed before the first row is written. An unreadable
-    #: episode then restarts the conversion without this episode.
+    #: Whether the file layout is fixed before the first row is written. If an episode turns out to be
+    #: unreadable, the conversion then restarts without this episode.
     is_laid_out_first: ClassVar[bool] = False
     #: Whether a conversion adds new episodes of the source to a complete target.
     can_grow: ClassVar[bool] = False
-    #: Glob patterns of the files and folders of a target that a restarted conversion removes.
+    #: Glob patterns of the written files and folders. A conversion that starts again removes them.
     MADE: ClassVar[tuple[str, ...]] = ()
     #: Names of files that exist as soon as the target has an episode.
     BEGUN: ClassVar[tuple[str, ...]] = ()
@@ -158,7 +158,7 @@ class ForeignWriter(ABC):
         try:
             self.written: set[str] = self.begin() & self.conversion.rows.keys()
         except UsageError:
-            # Only the record was written. Removing it restores the target.
+            # Nothing but the new conversion record was written. Its removal restores the target.
             if is_new:
                 (self.note_folder / NOTE_NAME).unlink()
                 with suppress(OSError):
@@ -172,7 +172,7 @@ class ForeignWriter(ABC):
             self._noted[change] = [episode.id for episode in episodes]
 
     def _own_note(self) -> ConversionNote:
-        """Return the conversion record of an unfinished target, or a new record.
+        """Load the conversion record of an unfinished target, or create a record for a new target.
 
         Raises:
             UsageError: The target is complete, or has files that are not part of a conversion.
@@ -187,7 +187,7 @@ class ForeignWriter(ABC):
 
     @classmethod
     def all_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options, completed with default values, as JSON values.
+        """Return all options of the format as JSON values. Options not passed have default values.
 
         Integers become floats, so that 20 equals 20.0. NaN is preserved.
         """
@@ -205,9 +205,10 @@ class ForeignWriter(ABC):
         episodes: Sequence[EpisodeToWrite],
         metadata: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the option values in effect for a recording, including values derived from it.
+        """Return the option values that a conversion of this recording uses.
 
-        A target may be resumed with different options if the values in effect are equal.
+        Values that the options leave open are derived from the recording. A conversion may be
+        resumed with different options if they lead to the same values.
 
         Args:
             options: Result of `all_options`.
@@ -288,7 +289,7 @@ class ForeignWriter(ABC):
     def begin_note(self) -> bool:
         """Write the conversion record, with a line for each episode in the target.
 
-        If the target has no episodes, its earlier files are removed.
+        If the conversion record lists no episodes, the files of an earlier conversion are removed.
 
         Returns:
             Whether the target had no conversion record.
@@ -326,7 +327,7 @@ class ForeignWriter(ABC):
                 file is renamed last.
 
         Raises:
-            DataFileError: A field that the writer has not read is unreadable.
+            DataFileError: A field is unreadable. Fields that the writer has not read are read here.
         """
         summed = episode if isinstance(episode, SummedEpisode) else SummedEpisode(episode)
         conversion = self.conversion
@@ -342,13 +343,13 @@ class ForeignWriter(ABC):
         self.save_line(episode.id, conversion.line_of(episode.id))
 
     def stored_sums(self, episode: EpisodeToWrite) -> dict[str, str]:
-        """Map each HDF5 dataset to the checksum of an episode in it; {} for other targets."""
+        """Map each HDF5 dataset to the checksum of an episode's rows; {} for other formats."""
         return {}
 
     def note_files(self, files: Mapping[str, Path], published: Collection[str] = ()) -> None:
-        """Append the checksums of files that all episodes share to the conversion record.
+        """Append checksums of shared files to the conversion record.
 
-        Call this before the last of the files is renamed.
+        A shared file contains data of all episodes. Call this before the last file is renamed.
 
         Args:
             files: Maps final names in the target to current paths.
@@ -360,13 +361,16 @@ class ForeignWriter(ABC):
         append_line(self.note_folder / NOTE_NAME, files_line(sums, published), is_durable=True)
 
     def note_placed(self) -> None:
-        """Record that the files of the last episode have their final names."""
+        """Record that the files of the last written episode were renamed to their final names."""
         if self.conversion.unplaced:
             append_line(self.note_folder / NOTE_NAME, placed_line())
             self.conversion.unplaced = ""
 
     def note_open(self) -> None:
-        """Record that the shared files are being rewritten. `note_files` ends this state."""
+        """Record that the files shared by all episodes are being rewritten.
+
+        The recorded checksums of these files are dropped. `note_files` records new checksums.
+        """
         append_line(self.note_folder / NOTE_NAME, open_line())
         self.conversion.files_of_all.clear()
 
@@ -417,7 +421,9 @@ class ForeignWriter(ABC):
         return len(done) == len(self.episodes)
 
     def changed(self, what: str, episode: EpisodeToWrite, holds: Any = True) -> None:
-        """Add a change of an episode to the report, once per episode.
+        """Report a change that writing makes to an episode, such as a field that is left out.
+
+        The report lists an episode once per change.
 
         Args:
             what: Description of the change, a line of the report.
@@ -456,9 +462,9 @@ class ForeignWriter(ABC):
         most_bytes: int,
         episode: EpisodeToWrite,
     ) -> dict[str, Any]:
-        """Return the metadata of an episode that fit in `most_bytes` bytes of JSON.
+        """Return the metadata of an episode, limited to `most_bytes` bytes of JSON.
 
-        If the metadata are larger, the largest values are left out.
+        If the metadata are too large, the largest values are left out.
         """
         sizes = {}
         for name, value in metadata.items():
@@ -472,9 +478,9 @@ class ForeignWriter(ABC):
         return {name: value for name, value in metadata.items() if name in sizes}
 
     def reshaped(self, name: str, shape: tuple[int, ...], episode: EpisodeToWrite) -> None:
-        """Report a field that readers return with a different shape.
+        """Report that readers of the target return a field with a different shape.
 
-        A scalar becomes a vector of one number, or the reverse.
+        For example, a scalar becomes a vector of one number.
         """
         own = episode.schema[name].shape if name in episode.schema else shape
         change = f"field {name!r} has the shape {list(shape)}, not {list(own)}"
@@ -544,7 +550,7 @@ _EXACT_BITS = {2: 11, 4: 24, 8: 53}
 def _change(before: Array, after: Array) -> tuple[int, float]:
     """Return the number of values that a dtype conversion changes, and the largest difference.
 
-    NaN is equal to NaN.
+    A NaN that stays NaN is not a change.
 
     Args:
         before: Array of the original dtype.
@@ -562,7 +568,7 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
             )
         return len(differences), float(differences.max(initial=0))
     if new.dtype.kind == "f":
-        # Smaller integers are exact. Selecting the others first saves the slow loop below.
+        # Smaller integers are exact in the float dtype. The slow loop below skips them.
         limit = 2 ** _EXACT_BITS[new.dtype.itemsize]
         is_inexact = (old > limit) | (old < -limit) if old.dtype.kind == "i" else old > limit
         old = old[is_inexact]
@@ -580,7 +586,7 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
 
 
 def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
-    """Return the conversion record in a folder of a target.
+    """Read the conversion record from a folder.
 
     The result is None if the target does not exist, or is an empty folder.
 
@@ -608,11 +614,11 @@ def _text_of(place: Path) -> str:
 
 
 def occupied(path: Path, state: str) -> UsageError:
-    """Return the error for a target with content that is not part of the conversion.
+    """Build the error for a target whose content must not be overwritten.
 
     Args:
         path: Path of the target.
-        state: Predicate of the error message, such as "is a file".
+        state: End of the sentence "target ...", such as "is a file".
     """
     return UsageError(
         f"target {str(path)!r} {state}. Choose an empty target, or remove the existing files."
@@ -629,7 +635,9 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SharedFields:
-    """Fields that all episodes of a target have; see `shared_fields`.
+    """Fields to write for every episode of a target.
+
+    If an episode lacks a numeric field, the field is filled with False or NaN.
 
     Attributes:
         schema: Numeric fields of the target.
@@ -642,16 +650,14 @@ class SharedFields:
     left_out: Mapping[str, str]
 
     def filled(self, episode: EpisodeToWrite) -> list[str]:
-        """Return the fields of the target that are missing from an episode.
-
-        `read` returns False or NaN for these fields.
-        """
+        """Return the names of fields that an episode lacks. `read` fills them with False or NaN."""
         return [name for name in self.schema if name not in episode.schema]
 
     def absent(self, episode: EpisodeToWrite, read_name: Callable[[str], str] = str) -> list[str]:
-        """Return the names of an episode's filled fields, to store in its metadata under `ABSENT`.
+        """Return the names of the fields that are filled with False or NaN in an episode.
 
-        Fields that an earlier conversion filled are included.
+        Writers store the names in the metadata of the episode under `ABSENT`, because the values of
+        these fields were not recorded. Fields that an earlier conversion filled are included.
 
         Args:
             episode: Episode of the target.
@@ -688,13 +694,13 @@ class SharedFields:
 
 
 def earlier_absent(episode: EpisodeToWrite) -> list[str]:
-    """Return the fields that an earlier conversion filled and listed under `ABSENT`."""
+    """Return the names of an episode's fields that an earlier conversion filled."""
     names: Any = plain(episode.metadata.get(ABSENT))
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def parts_of_fields(names: Iterable[str], schema: Mapping[str, Field]) -> list[str]:
-    """Return the names below a field of a schema, such as "a/b" below the field "a"."""
+    """Select the names of parts of a field, such as "a/b" if the schema has the field "a"."""
     return [
         name for name in names if any(str(group) in schema for group in PurePosixPath(name).parents)
     ]
@@ -706,7 +712,7 @@ def shared_fields(
     has_one_form: bool = True,
     ignored: Collection[str] = (),
 ) -> SharedFields:
-    """Choose the fields of a target in which all episodes have the same fields.
+    """Choose the fields to write if all episodes of a target must have the same fields.
 
     Missing flags are filled with False, and missing floats with NaN. Rewards, actions, integers,
     texts and pictures are left out if an episode lacks them. Fields with several shapes or dtypes
@@ -722,7 +728,7 @@ def shared_fields(
     Raises:
         UsageError: A field has the name of a group of fields.
     """
-    # Maps the name of each field to its (dtype, shape) pairs, each with the first episode.
+    # For each field: maps (dtype, shape) to the id of the first episode with this dtype and shape.
     forms: dict[str, dict[tuple[str, tuple[int, ...]], str]] = defaultdict(dict)
     fields: dict[str, Field] = {}
     counts: dict[str, int] = defaultdict(int)
@@ -770,7 +776,7 @@ def _check_no_group_is_field(names: Collection[str]) -> None:
 
 
 def can_be_filled(field: Field, depth: Collection[str] = ()) -> bool:
-    """Return whether a missing field may be filled with False or NaN.
+    """Return whether a field may be filled with False or NaN in episodes that lack it.
 
     `depth` has the names of fields with depth pictures.
     """
@@ -797,7 +803,7 @@ def has_open_end(episode: EpisodeToWrite) -> bool:
 
 
 def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
-    """Map field names to the observation after the last step, `[*shape]`; {} if it is unknown."""
+    """Map observation fields to their values after the last step; {} if they are unknown."""
     final = episode.final_observation
     if final is None:
         return {}
@@ -811,10 +817,10 @@ def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
 
 
 def _meaningful(metadata: Mapping[str, Any]) -> set[str]:
-    """Return the names of metadata with a value that is not derived from the episodes."""
+    """Return the names of metadata values that are neither empty nor derived from the episodes."""
     names = set()
     for name, value in metadata.items():
-        # An array cannot be compared with `in`. An array always counts as a value.
+        # `in` fails for arrays. An array always counts as a value.
         is_comparable = isinstance(value, (str, list, dict, type(None)))
         if name not in DERIVED and not (is_comparable and value in _NOTHING):
             names.add(name)

@@ -93,7 +93,7 @@ def load_expert_trajectories(
 
 
 class MotionEpisode(Protocol):
-    """Interface of an episode in memory, a subset of `Episode`."""
+    """Interface of episodes that can be loaded from memory, a subset of `Episode`."""
 
     @property
     def id(self) -> str:
@@ -169,7 +169,7 @@ def _checked_options(
 
 
 def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """Return the lines that name a motion: (line number counted from 1, text)."""
+    """Read a list of motion files: (line number counted from 1, text) of each line with a path."""
     try:
         text = read_text(path)
     except FileNotFoundError as cause:
@@ -186,7 +186,9 @@ def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
 
 
 def _motion_path(root: Path, line: str, place: str) -> tuple[str, Path]:
-    """Return the name and the path of the motion file in a line; see `load_expert_trajectories`.
+    """Find the motion file that a line names; return its name and path.
+
+    The exact line is tried first, then without surrounding spaces, then without any spaces.
 
     Raises:
         UnsafeFileError: The path leads out of `root`.

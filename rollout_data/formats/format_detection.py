@@ -55,7 +55,7 @@ def is_rlds(path: Path) -> bool:
 
 
 def rlds_folders(path: Path) -> list[Path]:
-    """Return the version folders: the folder itself, or its subfolders."""
+    """Return the folders with a version of an RLDS dataset: the path itself, or its subfolders."""
     if not path.is_dir():
         return []
     if _is_rlds_version(path):
@@ -96,7 +96,10 @@ def is_mcap(path: Path) -> bool:
 
 
 def mcap_files(path: Path) -> list[Path]:
-    """Return the file itself, or the files of a folder if all names end in `.mcap`."""
+    """Return the MCAP files of a path: the file itself, or the files of a folder.
+
+    The result is empty if a folder also has other files.
+    """
     if not path.is_dir():
         return [path]
     paths = listed(path)
@@ -137,7 +140,7 @@ def minari_folder(path: Path) -> Path | None:
 
 
 def has_minari_tables(folder: Path) -> bool:
-    """Return whether a data folder has a subfolder per episode with the parts of a table."""
+    """Return whether the episodes in a data folder are subfolders with Parquet or Arrow files."""
     return any(folder.glob("*/part-*"))
 
 
@@ -242,7 +245,7 @@ def is_humenv(path: Path) -> bool:
 
 
 def humenv_files(path: Path) -> dict[str, Path]:
-    """Map the name of each episode file, without extension, to its path.
+    """Map the names of HumEnv files, without extension, to their paths.
 
     The key is "" if `path` is an episode file.
 
@@ -275,7 +278,7 @@ def is_d4rl(path: Path) -> bool:
 
 
 def d4rl_groups(file: OpenFile) -> list[str]:
-    """Return the groups with steps: the root, or the numbered groups of a chunked dataset."""
+    """Return the HDF5 groups that contain the steps: the root, or the groups `virtual/<number>`."""
     return [f"{_D4RL_CHUNKS}/{name}" for name in file.numbered(_D4RL_CHUNKS, "")] or [""]
 
 
@@ -314,7 +317,8 @@ def is_ogbench(path: Path) -> bool:
 
 # Motion clips are npz files with joint and body arrays, or JSON files with frames.
 
-#: Names of the arrays of a clip, in the order of the axes `_AXES` in `arrays/motion_clips.py`.
+# Names of the arrays of a clip in two formats. The order of the names is joint positions, joint
+# velocities, body positions, rotations, linear velocities and angular velocities.
 MOTION_TRACKING = (
     "joint_pos",
     "joint_vel",
@@ -342,12 +346,12 @@ def is_motion(path: Path) -> bool:
 
 
 def clip_files(path: Path) -> list[Path]:
-    """Return the file itself, or the files of a folder that may be clips."""
+    """Return the files that may be motion clips: the file itself, or files of a folder."""
     return listed(path, _MOTION_ENDINGS) if path.is_dir() else [path]
 
 
 def is_clip(path: Path) -> bool:
-    """Return whether a file is an npz file with the arrays of a clip, or a JSON clip."""
+    """Return whether a file is a motion clip in an npz file or a JSON file."""
     if is_zip(path):
         return clip_layout(array_names(path)) is not None
     head = first_bytes(path, _CLIP_HEAD_BYTES)
@@ -355,7 +359,7 @@ def is_clip(path: Path) -> bool:
 
 
 def clip_layout(names: Collection[str]) -> tuple[str, ...] | None:
-    """Return the array names of the clip format that matches `names`; None if no format matches."""
+    """Return the array names of the clip format with arrays in `names`; None if no format fits."""
     if {"joint_pos", "body_pos_w"}.issubset(names):
         return MOTION_TRACKING
     if "dof_positions" in names:

@@ -1,4 +1,4 @@
-"""Determine the frame rate of a target whose format has one rate for all episodes."""
+"""Choose the frame rate of a written dataset if its format has one rate for all episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .episode_writer import EpisodeToWrite
 
 #: Metadata keys of a frame rate in Hz, in order of precedence.
 RATE_KEYS = ("frame_rate_hz", "fps")
-#: Last parts of the names of fields with recorded times in seconds.
+#: Fields with such a name, or with such a last part of the name, contain times in seconds.
 _TIME_NAMES = ("timestamp", "timestamps")
 _TIME_DTYPES = ("float32", "float64")
 #: Relative difference above which two rates contradict each other.
@@ -53,7 +53,7 @@ def frame_rate(
     metadata: Mapping[str, Any],
     fps: float | None,
 ) -> tuple[float, dict[str, set[str]]]:
-    """Return the frame rate of a target in Hz, and report lines about episodes with other rates.
+    """Return the frame rate to write in Hz, and report lines about episodes with other rates.
 
     The rate is the argument `fps`. If it is None, the rate is the first known value in this order:
     `frame_rate_hz` in metadata, `fps` in metadata, a field `timestamp` in seconds. Metadata of the
@@ -157,7 +157,7 @@ def _measured_rates(episode: EpisodeToWrite) -> Iterator[Statement]:
             times = np.asarray(episode.read(name), np.float64).reshape(-1)
         except UnansweredError:
             raise
-        except DataFileError:  # `ForeignWriter.add` raises this error later.
+        except DataFileError:  # Writing the episode raises this error later.
             continue
         steps = np.diff(times)
         median = float(np.median(steps)) if len(steps) else 0.0

@@ -18,14 +18,17 @@ from ..sources.file_source import FileSource
 Array = np.ndarray[Any, Any]
 #: Number of compared steps of an episode.
 _NUM_STEPS = 256
-#: Number of compared episode ends.
+#: Number of episodes whose start is compared with the end of the episode before.
 _NUM_ENDS = 8
-#: Maximum bytes per row of a compared field. Pictures are larger.
+#: Maximum bytes per row of a compared field. Pictures are larger and are not compared.
 _MAX_ROW_BYTES = 1 << 12
 
 
 def report_copied_actions(reader: FileSource) -> None:
-    """Report copied actions in the first episode with at least two steps."""
+    """Report actions that may be copied observations.
+
+    Only the first episode with at least two steps is checked.
+    """
     numbers = (number for number, info in enumerate(reader.episodes) if info.length > 1)
     number = next(numbers, None)
     if number is None:
@@ -89,9 +92,10 @@ def report_reset_rows(reader: FileSource) -> None:
 
 
 def _begins_with_reset(reader: FileSource, number: int) -> bool:
-    """Return whether an episode begins with a row that repeats the previous final observation.
+    """Return whether the first step of an episode seems to only reset the simulator (autoreset).
 
-    An autoreset row equals the final observation of the previous episode, and the next row differs.
+    The row of such a step repeats the final observation of the previous episode, and the next row
+    differs.
     """
     info = reader.episodes[number]
     final = reader.episodes[number - 1].final

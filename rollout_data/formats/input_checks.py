@@ -101,7 +101,7 @@ class KnownFiles:
     def check(self, path: Path, state: os.stat_result | None = None) -> None:
         """Compare the state of a file with its first state, or record the first state.
 
-        A missing file without a recorded state is ignored, because opening the file raises.
+        A missing file without a recorded state is ignored, because opening it raises an error.
 
         Args:
             path: Path of the file.
@@ -199,7 +199,10 @@ def first_bytes(path: Path, num_bytes: int) -> bytes:
 
 @contextmanager
 def of_kind(kind: str) -> Iterator[None]:
-    """Set the defect kind of errors raised in the block. Also usable as a decorator."""
+    """Set `kind`, the kind of defect, of each `DataFileError` raised in the block.
+
+    Also usable as a decorator.
+    """
     try:
         yield
     except DataFileError as problem:

@@ -30,7 +30,7 @@ from .input_checks import ARROW_DAMAGE, KnownFiles, damage_named, file_inside, o
 _BATCH_BYTES = 1 << 25
 #: Maximum number of rows decoded at a time.
 _BATCH_ROWS = 1 << 16
-#: Maximum number of rows per byte of a file.
+#: Maximum number of rows that a file may declare per byte of its length.
 _ROWS_PER_BYTE = 1 << 4
 #: Maximum decoded bytes of a column of a row group: the larger of `_MAX_COLUMN_BYTES` and
 #: `_MAX_EXPANSION` times the length of the file.
@@ -50,7 +50,7 @@ _MAX_FOOTERS = 64
 _KEPT_GROUP_BYTES = 128 << 20
 #: Number of texts converted to Python objects at a time, before duplicates are removed.
 _TEXTS_AT_ONCE = 64
-#: Maps the name of each Arrow type to a key of `DTYPES`, or "text".
+#: Maps names of Arrow types to names of dtypes, or "text". Other names are equal to dtype names.
 _TYPE_NAMES = {
     "halffloat": "float16",
     "float": "float32",
@@ -58,7 +58,7 @@ _TYPE_NAMES = {
     "string": "text",
     "string_view": "text",
 }
-# Field numbers of the Thrift structs in a footer.
+# Numbers of the fields to read from the footer, a tree of Thrift structs (parquet.thrift).
 _ROW_GROUPS = 4
 _COLUMNS = 1
 _COLUMN_METADATA = 3
@@ -107,7 +107,8 @@ class ParquetFile:
 
     Args:
         path: Path of the file.
-        known: First states of files. Reading a file with a later state raises an error.
+        known: States of files at their first use. Reading a file that has changed since raises an
+            error.
 
     Attributes:
         path: Path of the file.
@@ -226,7 +227,7 @@ class ParquetFile:
         return columns
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """Return a pair (minimum, maximum) of a column of integers, read from the file's footer.
+        """Read the minimum and maximum of an integer column from the footer, without reading rows.
 
         The result is None if the footer states no minimum and maximum, if the file has several row
         groups, or if values are missing.
@@ -289,7 +290,7 @@ class ParquetFile:
         return self._known_sizes[group, leaf]
 
     def _page_sizes(self, column: Mapping[int, Any]) -> tuple[int, int]:
-        """Return the number of values and of decoded bytes that the page headers of a column state.
+        """Sum the numbers of values and of decoded bytes that the page headers of a column state.
 
         Args:
             column: Metadata of the column in the footer.
@@ -303,7 +304,7 @@ class ParquetFile:
                 file.seek(position)
                 page = _Thrift(file.read(min(_MAX_HEADER_BYTES, end - position)))
                 header = page.value(_Thrift.STRUCT)
-                # A negative size would move back, to a page that was already read.
+                # A negative size would lead back to an earlier page, in an endless loop.
                 position += page.position + max(0, header[_PAGE_STORED_BYTES])
                 num_values += sum(header[part][1] for part in _PAGE_VALUES if part in header)
                 num_bytes += header[_PAGE_BYTES]
@@ -346,7 +347,7 @@ class ParquetFile:
 
 
 class KeptRows:
-    """Cached rows of some columns of a row group, as Arrow arrays from `ParquetFile.batches`.
+    """Cached rows of some columns of a row group, as batches of Arrow arrays.
 
     Attributes:
         nbytes: Number of bytes of the cached rows.
@@ -380,7 +381,8 @@ class ParquetFiles:
 
     Args:
         root: Path of the folder. A file name that leads out of the folder is an error.
-        known: First states of files; see `KnownFiles`.
+        known: States of files at their first use. Reading a file that has changed since raises an
+            error.
     """
 
     def __init__(self, root: Path, known: KnownFiles | None = None) -> None:
@@ -405,9 +407,15 @@ class ParquetFiles:
         start: int,
         stop: int,
     ) -> Iterator[dict[str, Any]]:
-        """Read rows like `ParquetFile.batches`, and cache recently read row groups.
+        """Yield rows of some columns in batches. Recently read row groups are cached.
 
         Without the cache, reading a few rows decodes all earlier rows of their row group.
+
+        Args:
+            name: Name of the file.
+            columns: Maps column names to the number of values per row; None if unknown.
+            start: First row.
+            stop: One past the last row.
         """
         file = self[name]
         for group_start, group_stop in file.groups(start, stop):
@@ -564,7 +572,7 @@ def _inner_types(arrow_type: Any) -> list[Any]:
 
 
 def _num_leaves(arrow_type: Any) -> int:
-    """Return the number of leaf columns of an Arrow type in a footer."""
+    """Return the number of columns in which Parquet stores an Arrow type: one per nested field."""
     return sum(map(_num_leaves, _inner_types(arrow_type))) or 1
 
 

@@ -40,7 +40,7 @@ class Format(NamedTuple):
     refines: str = ""
 
 
-#: Maps format names to formats, in the order of detection.
+#: Readable formats by name, in the order in which detection tries them.
 FORMATS: dict[str, Format] = {
     "lerobot": Format("lerobot.lerobot_reader:LerobotReader", detection.is_lerobot),
     "rlinf": Format("rlinf.rlinf_reader:RlinfReader", detection.is_rlinf),
@@ -118,13 +118,13 @@ def _detect(path: Path) -> str | None:
 
 
 def holds_files_of_others(folder: Path) -> bool:
-    """Return whether a folder contains HDF5 files, and all of them come from other systems."""
+    """Return whether a folder contains HDF5 files, and all of them have a format in `FORMATS`."""
     names = hdf5_names(folder)[:_MAX_ENTRIES] if folder.is_dir() else []
     return bool(names) and all(_detect(folder / name) for name in names)
 
 
 def only_file(path: Path) -> Path:
-    """Return the only HDF5 file of a folder if the file is its only recording, otherwise `path`."""
+    """Return the HDF5 file in a folder that contains no other recording, otherwise `path`."""
     with suppress(OSError):
         names = hdf5_names(path) if path.is_dir() else []
         if len(names) != 1 or _detect(path):
@@ -195,6 +195,6 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileS
 
     reader = reader_type(path, options)
     for check in (report_copied_actions, report_reset_rows):
-        with suppress(RolloutDataError):  # Reading raises this error later.
+        with suppress(RolloutDataError):  # Reading the episode raises this error later.
             check(reader)
     return reader

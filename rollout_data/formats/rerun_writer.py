@@ -28,7 +28,7 @@ from .input_checks import damage_named, optional
 _NOTE_ENTITY = "/rollout_conversion"
 #: Bytes of rows read at a time.
 _PORTION_BYTES = 16 << 20
-#: Last parts of the names of fields with recorded times in seconds.
+#: Fields with such a name, or with such a last part of the name, contain times in seconds.
 _TIMES = ("timestamp", "timestamps", "time")
 _COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}
 _PIXELS = {"uint8": "U8", "uint16": "U16", "float16": "F16"}

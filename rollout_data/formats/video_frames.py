@@ -142,7 +142,7 @@ def _copy_packets(source: VideoRange, target: Path) -> bool:
 def read_frames(
     path: Path, times_s: Array, shape: tuple[int, ...], depth: DepthCoding | None = None
 ) -> Array:
-    """Read the frames nearest to the times `times_s`.
+    """Read the frames of a video at given times.
 
     Args:
         path: Path of an MP4 file.
@@ -174,7 +174,7 @@ def _read_from(
     shape: tuple[int, ...],
     depth: DepthCoding | None,
 ) -> Array:
-    """Read frames like `read_frames`, decoding from the last key frame before `start_s`."""
+    """Read the frames at given times, decoding from the last key frame before `start_s`."""
     out = np.empty((0, *shape), np.uint8 if depth is None else depth.dtype)
     depths = None if depth is None else depth.depths()
     for number, frame in enumerate(_frames_at(path, times_s, start_s, shape)):

@@ -44,9 +44,9 @@ _QUATERNIONS = ("wxyz", "xyzw")
 _ORDER_MARKS = ("quaternion_order", "quat_order")
 #: Maps each quaternion order to the index of the scalar part.
 _SCALAR = {"wxyz": 0, "xyzw": 3}
-#: Minimum magnitude of the scalar part of a quaternion that counts as large.
+#: Values of a quaternion with at least this magnitude count as large.
 _LARGE = 0.8
-#: Minimum share of rows with a large scalar part at which a quaternion order is likely.
+#: A quaternion order is likely if its scalar part is large in more than this share of rows.
 _SHARE = 0.9
 #: Bytes read from the beginning of a pose array for the checks.
 _CHECKED_BYTES = 1 << 22
@@ -173,7 +173,7 @@ class MotionReader(FileSource):
         return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
 
     def _body_order(self, path: Path, metadata: dict[str, Any], num_bodies: int) -> str:
-        """Return the body order of a clip: "breadth", "depth", "names" or "unknown".
+        """Return the order of the bodies: "breadth" or "depth" first, by "names", or "unknown".
 
         If the option `body_order` is a list of body names, the names are added to `metadata`.
         """
@@ -299,7 +299,7 @@ class MotionReader(FileSource):
 
 
 def _first_rows(array: NpzArray) -> Array:
-    """Read the first rows of an array, at most `_CHECKED_BYTES` bytes or one row."""
+    """Read the first rows of an array, up to `_CHECKED_BYTES` bytes but at least one row."""
     row_bytes = prod(array.shape[1:]) * array.dtype.itemsize
     return array.read(0, max(1, _CHECKED_BYTES // row_bytes))
 
@@ -318,7 +318,7 @@ def _are_unit_quaternions(rotations: Array) -> Array:
 
 
 def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
-    """Map each axis in `_AXES` to its size, after checking the shapes of all arrays of a clip.
+    """Check the shapes of all arrays of a clip, and map each axis of `_AXES` to its size.
 
     Raises:
         CorruptFileError: An array has a wrong shape, or does not contain floating-point numbers.
@@ -370,7 +370,7 @@ def _names(stored: NpzArray, num_names: int | None) -> list[str]:
 
 
 def _json_clip(path: Path) -> _Json:
-    """Read a JSON clip.
+    """Read a motion clip from a JSON file.
 
     Returns:
         The fields (poses `[T, D]` and frame durations in seconds `[T]`), and the other keys of the

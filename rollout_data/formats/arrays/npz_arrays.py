@@ -29,7 +29,7 @@ _MAX_MEMBERS = 4096
 _MAX_HEAD_BYTES = 10_000
 #: Maximum bytes of the end record of a zip file, including its comment.
 _ZIP_END_BYTES = 22 + 0xFFFF
-#: Number of members in the end record if the actual number is in the ZIP64 record.
+#: Placeholder in the end record if the number of members is in the ZIP64 record.
 _COUNT_IN_ZIP64 = 0xFFFF
 #: Flag bit of a zip member whose name is encoded in UTF-8.
 _UTF_8 = 0x800
@@ -40,7 +40,8 @@ _MIN_SPACING = 1 << 20
 #: Maximum number of saved decompressor states per array.
 _MAX_STATES = 256
 #: Maximum unpacked bytes per read of a deflated array: the larger of `_FREE_BYTES` and
-#: `_MAX_READ_EXPANSION` times the deflated bytes. Only arrays of almost only zeros expand more.
+#: `_MAX_READ_EXPANSION` times the deflated bytes. Only arrays with very few non-zero values expand
+#: more.
 _FREE_BYTES = 1 << 28
 _MAX_READ_EXPANSION = 256
 #: Exceptions that zipfile and numpy raise for damaged files.
@@ -102,7 +103,7 @@ class Unpacking:
         return Unpacking, self._arguments
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Unpack the bytes `start:stop`."""
+        """Return the unpacked bytes `start:stop`."""
         unpacked = bytearray()
         position = start
         while position < stop:
@@ -113,7 +114,7 @@ class Unpacking:
         return unpacked
 
     def _piece(self, number: int) -> bytes:
-        """Return the bytes of a piece. Earlier pieces are unpacked first if its state is missing."""
+        """Return the unpacked bytes of a piece. Pieces before it are unpacked first if needed."""
         for earlier in range(max(self._states), number):
             self._unpack(earlier)
         latest, data = self._latest
@@ -161,7 +162,7 @@ class NpzArray:
         path: The npz file.
         name: Name of the array.
         dtype: Stored dtype, possibly big-endian.
-        shape: Stored shape. The number of bytes that it needs is equal to the stored bytes.
+        shape: Stored shape, checked against the number of stored bytes.
         is_fortran: Whether the array is stored by columns instead of rows.
         offset: Offset of the first value in the file, or in the unpacked bytes of `packed`.
         packed: Reader of the deflated bytes; None if the array is not compressed.
@@ -279,7 +280,7 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
 
 
 def check_count(file: BinaryIO, num_members: int) -> None:
-    """Raise `BadZipFile` if the end record of a zip file states another number than `num_members`.
+    """Raise `BadZipFile` if a zip file states another number of members than `num_members`.
 
     `zipfile` silently skips an entry of the directory if the entry before it has a damaged length
     that covers it.

@@ -75,7 +75,7 @@ class OgbenchReader(FileSource):
         return episodes
 
     def _check_rows(self, arrays: dict[str, NpzArray]) -> int:
-        """Return the number of rows; remove arrays with another number of rows.
+        """Return the number of rows; remove optional arrays with another number of rows.
 
         Raises:
             CorruptFileError: A required array has another number of rows.

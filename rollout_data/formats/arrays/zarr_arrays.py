@@ -38,7 +38,8 @@ _MAX_ARRAYS = 256
 #: Maximum bytes of an array that may have any number of unwritten chunks. Unwritten chunks take no
 #: bytes in the store, so a small store could declare an array of any size.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: Minimum share of written pieces in an array of more than `_MAX_UNWRITTEN_BYTES`.
+#: Minimum share of the files of an array that must exist if the array is larger than
+#: `_MAX_UNWRITTEN_BYTES`.
 _MIN_WRITTEN = 1 / 16
 _COMPRESSORS = ("blosc", "zstd", "lz4", "gzip", "zlib", "imagecodecs_jpegxl")
 #: Value of both the offset and the size of an unwritten chunk in the index of a shard.
@@ -134,9 +135,10 @@ class Store:
         return parse_json(text, self._path / name)
 
     def check_names(self, arrays: Collection[ZarrArray]) -> None:
-        """Check the name of each zip member that is listed twice or belongs to no array.
+        """Check that the zip directory has no damaged name of a chunk.
 
-        Without this check, a chunk with a damaged name in the directory would count as unwritten.
+        A chunk with a damaged name would count as unwritten. Only names that are listed twice or
+        belong to no array are checked here. Reading a member checks the other names.
 
         Raises:
             CorruptFileError: A member has different names in the zip directory and in its local
@@ -248,7 +250,7 @@ class ZarrArray:
         return rows
 
     def _chunk(self, store: Store, place: tuple[int, ...]) -> Array | None:
-        """Return a decoded chunk; None if the chunk is unwritten.
+        """Return a decoded chunk; None for an unwritten chunk, which consists of fill values.
 
         The chunks of the most recent rows are cached, because the next rows are often in the same
         chunks.
@@ -311,7 +313,7 @@ def _check_crc(data: bytes) -> None:
 
 
 def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
-    """Decode a chunk into exactly `num_bytes`."""
+    """Decode a chunk; raise `ValueError` if the result does not have `num_bytes` bytes."""
     out: Any = bytearray(num_bytes)
     for name, _ in reversed(codecs):
         if name == "crc32c":
@@ -339,7 +341,7 @@ def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
 
 
 def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, ZarrArray]:
-    """Map the name of each array of a store to the array. Rows are not read yet.
+    """Find the arrays of a store by name. Rows are not read yet.
 
     `leave_out` is called with the name of each array of texts and each array without axes.
 
@@ -377,7 +379,7 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
 
 
 def _holds_texts(about: Mapping[str, Any]) -> bool:
-    """Return whether a description declares an array of texts."""
+    """Return whether the JSON description of an array declares texts."""
     dtype = about.get("dtype", about.get("data_type"))
     if isinstance(dtype, dict):
         dtype = dtype.get("name")

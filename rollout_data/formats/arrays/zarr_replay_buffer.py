@@ -23,7 +23,7 @@ from .zarr_arrays import MAX_META_BYTES, Store, ZarrArray, find_arrays
 
 _MAX_EPISODES = 1 << 18
 _OBSERVATIONS = ("obs", "observation", "observations")
-#: Maps the name of an array to the field name.
+#: Maps names of arrays to field names. Other arrays become observations.
 _NAMES = {"action": "action", "actions": "action", "reward": "reward", "rewards": "reward"}
 
 
