@@ -2,8 +2,7 @@
 
 Every check has the form `check(name, value, ...)`. The library accepts numbers, flags and paths
 only through these checks. The message is *<call>: <name> must be <condition>, got <value>.* Import
-the module and call `arguments.device(...)`. Checks such as `device` have the name of a common
-argument.
+this module, not its functions: callers often have an argument `device` or `seed` of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _URL = re.compile(
 
 
 def options(owner: Any, values: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for a keyword argument that no constructor of an object's class accepts.
+    """Check the keyword arguments of a constructor; an unknown argument raises `TypeError`.
 
     Args:
         owner: Object whose constructor is running. The constructors of its base classes count too.
@@ -52,7 +51,7 @@ def options(owner: Any, values: Mapping[str, Any]) -> None:
 def options_of(
     call: str, values: Mapping[str, Any], *receivers: Callable[..., Any], but: Iterable[str] = ()
 ) -> None:
-    """Raise `TypeError` for a keyword argument that no function in `receivers` accepts.
+    """Check keyword arguments that a function passes on; an unknown one raises `TypeError`.
 
     Args:
         call: Name of the function that the user called, for errors.
@@ -115,9 +114,9 @@ def is_real(value: Any) -> bool:
 
 
 def real(name: str, value: Any, expected: str, is_right: Callable[[float], bool]) -> float:
-    """Check a number for which `is_right` returns True; return a Python float.
+    """Check a real number against a condition, and return it as a Python float.
 
-    `expected` describes the condition in errors, such as ">= 0 seconds".
+    `is_right` is the condition. `expected` describes it in errors, such as ">= 0 seconds".
     """
     if is_real(value) and is_right(float(value)):
         return float(value)
@@ -125,7 +124,7 @@ def real(name: str, value: Any, expected: str, is_right: Callable[[float], bool]
 
 
 def flag(name: str, value: Any) -> bool:
-    """Check a flag: a bool of Python or numpy, 0 or 1."""
+    """Check a flag (a bool of Python or numpy, 0 or 1) and return it as a bool."""
     if _is_bool(value) or (is_whole(value) and value in (0, 1)):
         return bool(value)
     raise UsageError(f"{name} must be True or False, got {value!r}.")
@@ -198,7 +197,7 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def optional_device(name: str, value: Any) -> torch.device | None:
-    """Check a device as `device` does. Return None for None."""
+    """Check an optional device of torch that this process can use; None stays None."""
     return None if value is None else device(name, value)
 
 
@@ -224,8 +223,8 @@ def seed(name: str, value: Any, expected: str = "an integer of 64 bits") -> int:
 def env_ids(name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:
     """Check that ids are integers in `[0, num_envs)`; return a flat int64 array in the same order.
 
-    `value` is a number, a sequence, an array or a tensor of environment numbers. The same check
-    serves other ids below a limit, such as frame numbers.
+    `value` is one id, or a sequence, an array or a tensor of ids. The ids number environments, or
+    other things such as frames.
     """
     try:
         numbers = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)

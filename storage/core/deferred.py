@@ -47,34 +47,34 @@ class HostCopy:
 
 
 class DeferredErrors:
-    """Errors that depend on numbers on a CUDA device, and are raised by a later call.
+    """Errors in CUDA data that a later call raises, so that no call waits for the device.
 
-    The call that causes an error does not wait for the device. Every error is raised once, by a
-    later call of `raise_arrived`. A call raises at most one error. The other errors stay pending.
+    `note` adds a check of numbers on the device. A later call of `raise_arrived` runs the check,
+    once the numbers are on the host. Every error is raised once, and at most one error per call.
     """
 
     def __init__(self) -> None:
-        #: Pending copies, oldest first. The function of each copy maps the copied numbers to the
-        #: error to raise, or to None.
+        #: Checks that have not run, oldest first: the copy of the numbers, and a function that maps
+        #: the copied numbers to the error to raise, or to None.
         self._copies: deque[tuple[HostCopy, Callable[[Any], Exception | None]]] = deque()
 
     @property
     def num_pending(self) -> int:
-        """Number of copies that `raise_arrived` has not read."""
+        """Number of checks that have not run yet."""
         return len(self._copies)
 
     def note(self, numbers: torch.Tensor, read: Callable[[Any], Exception | None]) -> None:
-        """Start a copy of numbers. A later `raise_arrived` raises the error that `read` returns.
+        """Add a check of numbers on the device, which a later `raise_arrived` runs.
 
         Args:
             numbers: Tensor on the device.
             read: Function that maps the copied numbers (a result of `HostCopy.tolist`) to the
-                error to raise, or to None. It is called once, in the order of the calls of `note`.
+                error to raise, or to None. It is called once. Earlier checks run first.
         """
         self._copies.append((HostCopy(numbers), read))
 
     def raise_arrived(self, wait: bool = False) -> None:
-        """Read arrived numbers, oldest first, up to the first error. Raise this error.
+        """Run the checks whose numbers are on the host, oldest first, and raise the first error.
 
         Args:
             wait: Whether to wait for all numbers.

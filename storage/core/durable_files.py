@@ -1,9 +1,9 @@
 """Atomic replacement of files and folders, and safe reading of small files.
 
-New content is written to a temporary path in the folder of the target, flushed and renamed. A crash
-leaves the old or the new content. Type and size of a file are checked before the file is
-read. A JSON object has the CRC-32 of its other keys under the key `crc32`; older files have no such
-key.
+New content is written to a temporary path in the folder of the target, flushed and renamed. After
+a crash, the target has either its old or its new content, and never a mixture. Type and size of a
+file are checked before the file is read. A JSON object stores the CRC-32 of its other keys under
+the key `crc32`. Older files do not have this key.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def replace_file(
     The block writes the temporary file. After an error `path` is unchanged and the temporary file
     is removed. If `path` is a symbolic link, the target of the link is replaced.
 
-    Call this function instead of `os.replace` to replace one complete file. The remaining renames
-    in this project have another purpose:
+    Call this function instead of `os.replace` to replace one complete file. These operations need
+    renames of their own:
 
     - `replace_folder` replaces a whole folder.
     - `publish_metadata` must fail if another writer has already created the file. Therefore it
@@ -117,10 +117,9 @@ def _removed_at_end(path: Path) -> Iterator[Path]:
 def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` if the block ends without an error.
 
-    A crash leaves the old or the new content. The end of the block renames the old folder, then
-    the new folder. After a crash between the two renames, `existing_folder` returns the path of the
-    old content. If several processes replace a folder, the content of the last process stays. The
-    block must not call `replace_folder`.
+    The end of the block renames the old folder, then the new folder. After a crash between the two
+    renames, `existing_folder` returns the path of the old content. If several processes replace a
+    folder, the content of the last process stays. The block must not call `replace_folder`.
 
     Args:
         folder: Folder to replace or create. A symbolic link is followed.
@@ -158,7 +157,7 @@ def existing_folder(folder: str | os.PathLike[str]) -> Path:
 def _check_replaceable(
     target: Path, folder: str | os.PathLike[str], own_names: Collection[str]
 ) -> None:
-    try:  # A check by `exists` would race with renames by other processes.
+    try:  # Another process may rename the folder after a check by `exists`.
         other_names = sorted(set(os.listdir(target)) - set(own_names))
     except FileNotFoundError:
         return
@@ -213,7 +212,7 @@ def _locked_new_folder(target: Path) -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with suppress(OSError):  # If the file system has no locks, no process removes the folder.
+        with suppress(OSError):  # Without locks, no process removes abandoned folders.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if folder.exists():
             return folder, descriptor
@@ -221,7 +220,6 @@ def _locked_new_folder(target: Path) -> tuple[Path, int]:
 
 
 def _write_error(target: Path, error: OSError) -> WriteError:
-    """Return a `WriteError` that names `target` and the reason in `error`."""
     return WriteError(
         f"{str(target)!r} cannot be written: {error.strerror or error}.",
         error_number=error.errno,

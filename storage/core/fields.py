@@ -154,7 +154,7 @@ class Field:
         return self.num_elements * self.numpy_dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """Return the attributes except `fill` as JSON values, for `from_json`."""
+        """Return the attributes, without `fill`, as a JSON object."""
         about = {
             "name": self.name,
             "shape": list(self.shape),
@@ -243,7 +243,7 @@ class Schema(Mapping[str, Field]):
         return "" if list(self) == list(other) else "the fields have another order"
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the fields in order, each as the result of `Field.to_json`."""
+        """Return a JSON list that describes the fields in order."""
         return [field.to_json() for field in self.values()]
 
     @classmethod
@@ -292,7 +292,7 @@ def flatten(
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a dict by flat name to a nested dict, as the inverse of `flatten`. Copies no leaf."""
+    """Convert a dict by flat name to a nested dict: `{"a/b": x}` becomes `{"a": {"b": x}}`."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         if "/" not in name and name not in tree:

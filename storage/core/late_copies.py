@@ -22,7 +22,10 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class _Place:
-    """Placeholder for a device tensor in nested values: its index in the list of sent tensors."""
+    """Placeholder in nested values for a CUDA tensor whose copy is not on the host yet.
+
+    `number` is the index of the tensor among the tensors that are copied together.
+    """
 
     number: int
 
@@ -67,8 +70,8 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.num_waits = 0
-        #: Pending copies, oldest first: the values of `send` with a `_Place` instead of each device
-        #: tensor, the argument `about` of `send`, and the buffer with the tensors.
+        #: Pending copies, oldest first: the nested values with a placeholder for each CUDA tensor,
+        #: the argument `about` of `send`, and the buffer with the tensors.
         self._copies: deque[tuple[Any, Any, _Buffer]] = deque()
         self._free_buffers: list[_Buffer] = []
         self._stream: torch.cuda.Stream | None = None
@@ -84,7 +87,7 @@ class LateCopies:
 
     @lasting
     def send(self, values: Any, about: Any = None) -> None:
-        """Start a copy of values. The caller may change the values after this call.
+        """Start a copy of nested values. The caller may change the values after this call.
 
         Args:
             values: Nested mappings, lists and tuples of tensors, arrays and other values. Tensors
@@ -107,7 +110,7 @@ class LateCopies:
         self._copies.append((values_on_host, about, buffer))
 
     def receive(self, wait: bool) -> tuple[Any, Any] | None:
-        """Return the oldest pending values on the host, and the object that was sent with them.
+        """Return the oldest pending values with all tensors on the host, and their `about` object.
 
         The values remain pending until `release`. After `release`, later calls of `send` reuse the
         memory of the tensors, so copy tensors that you need longer.
@@ -156,9 +159,9 @@ def _is_sent(tensor: torch.Tensor) -> bool:
 
 
 def _copied(value: Any, on_device: list[torch.Tensor]) -> Any:
-    """Copy nested values, with a `_Place` instead of each device tensor.
+    """Copy nested values on the host, with a placeholder for each CUDA tensor.
 
-    The device tensors are not copied. They are appended to `on_device`.
+    CUDA tensors are not copied. They are appended to `on_device`.
     """
     if isinstance(value, torch.Tensor):
         if not _is_sent(value):
@@ -176,7 +179,7 @@ def _copied(value: Any, on_device: list[torch.Tensor]) -> Any:
 
 
 def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return nested values with `tensors[number]` instead of each `_Place` of that number."""
+    """Replace the placeholders in nested values by the copied tensors."""
     if isinstance(value, _Place):
         return tensors[value.number]
     if isinstance(value, dict):

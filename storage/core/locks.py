@@ -52,7 +52,7 @@ def only_writer_of(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if descriptor in _held:  # A forked child has closed and removed all descriptors.
+        if descriptor in _held:  # A forked child has already closed its copy.
             _held.discard(descriptor)
             # Remove the file before its lock is released. A process that locks a removed file
             # detects this and retries.

@@ -65,15 +65,15 @@ def lasting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
 
 
 def _references(buffers: Sequence[object]) -> list[int]:
-    """Return the reference count of each buffer, as `sys.getrefcount` returns it.
+    """Return the reference count of each buffer.
 
     The counts include the references from the list `buffers` and from this call.
     """
     return list(map(sys.getrefcount, buffers))
 
 
-#: Result of `_references` for an object to which only the list refers. It is measured, because it
-#: depends on the version of Python.
+#: Reference count of a free buffer, to which only the list of the pool refers. It is measured,
+#: because it depends on the version of Python.
 _FREE_REFERENCES = _references([object()])[0]
 
 
@@ -105,7 +105,7 @@ class BufferPool:
         self._is_exact = _counts_are_exact()
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return `[num_bytes]` uint8 on the CPU with arbitrary content."""
+        """Return a CPU tensor `[num_bytes]` uint8 of arbitrary content, from pooled memory."""
         num_bytes = arguments.whole("num_bytes", num_bytes, 0)
         return self.empty((num_bytes,), torch.uint8)
 
@@ -119,7 +119,7 @@ class BufferPool:
             ) from cause
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        # `_lend` returns a slice of a buffer, so that the torch storage has the requested size.
+        # The torch storage of the result gets the requested size, even if the buffer is larger.
         numpy_dtype = _NUMPY_DTYPES.get(dtype)
         if numpy_dtype is None:
             return torch.from_numpy(self._lend(num_bytes)).view(dtype).view(tuple(shape))
@@ -146,7 +146,7 @@ class BufferPool:
         return BufferPool, (self.max_buffers,)
 
     def _lend(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return `[num_bytes]` uint8 of memory of a free buffer, or of a new buffer.
+        """Return an array `[num_bytes]` uint8 in a free buffer, or else in a new buffer.
 
         The smallest free buffer that is large enough is used, if it has at most twice the size.
         """
@@ -172,7 +172,7 @@ class BufferPool:
 
 
 def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Map private anonymous memory of at least `num_bytes` bytes. Causes no page fault."""
+    """Allocate at least `num_bytes` bytes directly from the operating system."""
     is_huge = num_bytes >= MIN_HUGE_BYTES
     page = _HUGE_PAGE_BYTES if is_huge else mmap.PAGESIZE
     size = -(-num_bytes // page) * page
@@ -209,7 +209,7 @@ def filled(
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device; from the host to CUDA asynchronously, through pinned memory."""
+    """Copy a tensor to a device. Copies from the CPU to CUDA are asynchronous."""
     if device.type != "cuda" or not tensor.is_cpu:
         return tensor.to(device)
     # A pinned tensor is copied too, since the caller may change it before the transfer ends.
@@ -220,7 +220,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy tensors to a device. One asynchronous transfer sends all host tensors to CUDA.
 
-    Unlike `PackedCopy`, this function allocates memory per call and accepts any shapes.
+    Memory is allocated per call, so that each call may pass tensors of other shapes.
     """
     on_host = [tensor for tensor in tensors if tensor.is_cpu]
     if device.type != "cuda" or not on_host:
@@ -259,7 +259,7 @@ def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, An
 
 
 class PackedCopy:
-    """Repeated copies of host tensors of fixed shapes and dtypes to CUDA, each in one transfer.
+    """Copier of CPU tensors to CUDA: each call copies tensors of the same shapes in one transfer.
 
     The tensors are packed into a pinned buffer, which is copied asynchronously. A buffer is packed
     again only after its last copy has completed. If all buffers are being copied, a new buffer is
@@ -292,8 +292,8 @@ class PackedCopy:
             self._num_bytes = -(-stop // _PART_BYTES) * _PART_BYTES
         self._block = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
         self._block_parts = self._cut(self._block)
-        #: Pinned buffers, the least recently used first. Each has its memory, a view of this memory
-        #: per tensor, and the event that its last copy completes.
+        #: Pinned buffers, the least recently used first: the memory, its views for each tensor, and
+        #: an event that marks the end of the last copy.
         self._buffers: deque[tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event]] = deque()
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -329,7 +329,7 @@ class PackedCopy:
 
 
 class StreamOrder:
-    """Order of the reads and writes of one object's memory by different CUDA streams.
+    """Synchronization of the CUDA streams that read and write the memory of one object.
 
     Use `with order.reads:` or `with order.writes:` around each access, under the object's lock. A
     reading stream waits for the last write. A writing stream waits for the last write and for all
@@ -357,7 +357,7 @@ class StreamOrder:
         #: Event after the last write, by the id of the writing stream. A stream does not wait for
         #: its own events, since its work runs in order.
         self._written: dict[int, torch.cuda.Event] = {}
-        #: Event after the last read of each stream since that write, by the id of the stream.
+        #: Event after the last read of each stream since the last write, by the id of the stream.
         self._read: dict[int, torch.cuda.Event] = {}
         #: Number of nested `writes` contexts.
         self._num_writes = 0
@@ -380,9 +380,10 @@ class StreamOrder:
                     stream.wait_event(event)
 
     def _record_creation(self, stream: torch.cuda.Stream) -> None:
-        """Record an event after the constructor of the object, unless `stream` ran it.
+        """Record the constructor of the object as a write of the stream that ran it.
 
-        The first access calls this method, because the constructor has ended by then.
+        The first access calls this method, because the constructor has ended by then. If `stream`
+        ran the constructor, its accesses are in order anyway, and nothing is recorded.
         """
         creator = self._creator
         self._creator = None
@@ -392,7 +393,7 @@ class StreamOrder:
             self._written[creator.cuda_stream] = event
 
     def record(self, is_write: bool) -> None:
-        """Record an event after the access that the current stream has launched."""
+        """Record that the current stream has read or written, so that others can wait for it."""
         if not self.is_needed or self._num_writes:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -406,12 +407,12 @@ class StreamOrder:
             self._read[stream.cuda_stream] = event
 
     def enter(self, is_write: bool) -> None:
-        """Begin a write or a read, like entering the context `writes` or `reads`."""
+        """Begin a write or a read: the current stream waits for earlier accesses of others."""
         self.wait(is_write)
         self._num_writes += is_write
 
     def exit(self, is_write: bool, is_done: bool) -> None:
-        """End a write or a read, like leaving its context. `is_done` is False after an error."""
+        """End a write or a read. After an error, `is_done` is False and nothing is recorded."""
         self._num_writes -= is_write
         if is_done:
             self.record(is_write)
@@ -426,7 +427,7 @@ class StreamOrder:
 
 
 class _StreamAccess:
-    """Context manager `reads` or `writes` of a `StreamOrder`. Reusable and reentrant."""
+    """Context manager for code that reads or writes memory of several CUDA streams. Reentrant."""
 
     __slots__ = ("_is_write", "_order")
 
@@ -459,7 +460,7 @@ def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def library(device: torch.device) -> ModuleType:
-    """Return the module that computes with results of `own`: numpy on the CPU, else torch."""
+    """Return the faster module for small calls on a device: numpy on the CPU, else torch."""
     return np if device.type == "cpu" else torch
 
 
@@ -501,16 +502,16 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
     if isinstance(source, torch.Tensor):
         torch.index_select(source, 0, index, out=out)
     else:
-        # The default mode "raise" writes to a temporary array first.
+        # The default mode "raise" is slower, since it writes to a temporary array first.
         source.take(index, 0, out, "clip")
 
 
 def last_copies(index: Any, values: Any, capacity: int, order: torch.Tensor | None = None) -> Any:
-    """Return `values` in which each value is replaced by the last value of the same index.
+    """Replace each value by the last value of the same index, so that any write order works.
 
-    torch writes `target[index] = values` in no defined order on a GPU. With the result of this
-    function the last value remains in any order. Arrays are returned unchanged, since numpy writes
-    in order.
+    torch writes `target[index] = values` in no defined order on a GPU, so that any of several
+    values of one index could remain. With the result of this function the last value remains.
+    Arrays are returned unchanged, since numpy writes in order.
 
     Args:
         index: `[n]` integers below `capacity`, possibly with duplicates.
@@ -527,10 +528,11 @@ def last_copies(index: Any, values: Any, capacity: int, order: torch.Tensor | No
 
 
 def as_given(value: Any) -> torch.Tensor:
-    """Return a value as a tensor. Tensors stay on their device, and other values go to the CPU.
+    """Convert a value to a tensor without a change of its device or precision.
 
-    Python floats become float64. `torch.as_tensor` without further arguments would move tensors to
-    the default device and round Python floats to the default dtype.
+    Tensors are returned unchanged. Other values go to the CPU, and Python floats become float64.
+    `torch.as_tensor` without further arguments would move tensors to the default device and round
+    Python floats to the default dtype.
     """
     if isinstance(value, torch.Tensor):
         return value
@@ -549,7 +551,7 @@ def on_host(value: Any) -> npt.NDArray[Any]:
 
 
 def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array, or a copy if torch does not support its strides, order or flags."""
+    """Return an array whose memory torch can share: the array itself if possible, else a copy."""
     has_odd_strides = any(
         stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides
     )

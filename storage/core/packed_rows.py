@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Part:
-    """Position of one field in a packed row of its `Group`: bytes `start` to `stop - 1`."""
+    """Position of one field in a packed row: bytes `start` to `stop - 1`."""
 
     field: Field
     start: int
@@ -68,7 +68,10 @@ class Group:
 
 
 def lay_out(schema: Schema) -> list[Group]:
-    """Return groups of the fields: one group of all narrow fields, and one group per wide field."""
+    """Divide the fields of a schema into groups that are stored together.
+
+    All narrow fields form one group. Each wide field is a group of its own.
+    """
     narrow = [field for field in schema.values() if field.row_bytes < WIDE_ROW_BYTES]
     groups = [[field] for field in schema.values() if field.row_bytes >= WIDE_ROW_BYTES]
     return [_pack(fields) for fields in ([narrow] if narrow else []) + groups]
@@ -91,12 +94,12 @@ def _pack(fields: list[Field]) -> Group:
 
 
 class Target(NamedTuple):
-    """Field of packed rows that a `Cut` adds to its result.
+    """One field of a sample: the row and field that it is read from, and its name in the sample.
 
     Attributes:
-        row: Row from which the field is taken: 0 for the drawn row, 1 for the following row.
+        row: 0 to read the drawn row, 1 to read the row that follows it.
         field: Flat name of the field in the schema.
-        name: Flat name of the field in the result.
+        name: Flat name of the field in the sample.
     """
 
     row: int
@@ -105,13 +108,14 @@ class Target(NamedTuple):
 
 
 class _FieldPlace(NamedTuple):
-    """Step of a `Cut`: set one key of a dict to a tensor, or to a new dict if `view` is -1.
+    """One step in building a nested dict of fields: set one key to a tensor or to a new dict.
 
     Attributes:
         node: Number of the dict that gets the key. The result is dict 0. New dicts are numbered in
             the order of creation.
         key: Key in this dict.
-        view: Index in `Cut._views` of the packed rows, viewed as the dtype of the field.
+        view: Index in `Cut._views` of the packed rows, viewed as the dtype of the field. -1 to set
+            the key to a new dict.
         items: Index of the field in this view: all rows, and the columns of the field.
         shape: Shape of the field per row. None if it has one axis and needs no reshape.
         make: Function that converts the indexed part of the view to a tensor.
@@ -174,7 +178,7 @@ class Cut:
         self.wanted = [((place, 0) in asked, (place, 1) in asked) for place in range(len(groups))]
         self.reach = 1 + any(following for _, following in self.wanted)
         self.widths = [self._width(place) for place in range(len(groups))]
-        #: Views of packed rows: (index in the argument `rows` of the call, dtype of the view).
+        #: Views of the packed rows in each call: (index in the argument `rows`, dtype of the view).
         self._views: list[tuple[int, Any]] = []
         self._leaves: list[_FieldPlace] = []
         if nested:
@@ -212,7 +216,7 @@ class Cut:
         return nodes[0]
 
     def _width(self, place: int) -> int:
-        """Return the item of `widths` for the group at index `place`."""
+        """Return the number of elements to gather per row of the group at index `place`."""
         group, (own, following) = self._groups[place], self.wanted[place]
         if self._apart or not following:
             return group.width if own or following else 0
@@ -251,7 +255,7 @@ class Cut:
 
 
 def _tensor(is_bfloat16: bool, contiguous: bool, cells: Any) -> torch.Tensor:
-    """Convert the columns of a field, an array or a tensor, to a tensor of the result.
+    """Convert the values of one field, an array or a tensor, to the tensor for the user.
 
     The result is detached from autograd, so that the user may change it in place.
     """

@@ -1,7 +1,7 @@
 """Random draws of row indices, as tensors.
 
 A draw depends only on its arguments and a generator. Draws use integer arithmetic, so that results
-are equal on every processor. `ring/window_bounds.py` draws windows.
+are equal on every processor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from . import arguments
 
 #: Maximum number of rows for which torch's draws from 32 random bits are uniform enough.
 _MAX_SHORT = 1 << 20
-#: Bits that are added to draws from more rows and then dropped. These draws are from more than
-#: 2 ** 32 choices, for which every version of torch uses 64 random bits.
+#: Low bits that a draw from more rows appends to each number and then drops. The numbers are then
+#: from more than 2 ** 32 choices, for which every version of torch uses 64 random bits.
 _MORE_BITS = 12
 #: Random bits per weighted draw, and maximum bits of the sum of integer weights.
 RANDOM_BITS = 62
@@ -100,7 +100,7 @@ def generator_on(
 
 
 def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.int64]:
-    """Convert weights to integers with a sum below `2 ** num_bits`.
+    """Convert weights to integers in nearly the same proportions; their sum is < `2 ** num_bits`.
 
     All weights are multiplied by the same power of two and rounded. The largest of n weights then
     has about `num_bits - log2(n)` bits. A weight above 0 becomes at least 1. Multiplication
@@ -120,7 +120,13 @@ def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.i
 
 
 def whole_weights_on_device(weights: torch.Tensor) -> torch.Tensor:
-    """Convert weights `[n]` float64 as `whole_weights` does, without a wait for the device."""
+    """Convert weights to integers in nearly the same proportions, without a wait for the device.
+
+    The results are those of `whole_weights` for weights on the CPU.
+
+    Args:
+        weights: `[n]` float64 on any device, finite and >= 0.
+    """
     largest_bits = RANDOM_BITS - len(weights).bit_length()
     _, exponent = torch.frexp(weights.max())
     integers = torch.ldexp(weights, largest_bits - exponent).round().long()
@@ -175,7 +181,10 @@ def uniform(
 def fill_uniform(
     out: torch.Tensor, num_rows: int, generator: torch.Generator, first: int = 0
 ) -> torch.Tensor:
-    """Draw indices as `uniform` does, into the tensor `out`, `[num_draws]` int64."""
+    """Fill `out`, an int64 tensor, with indices drawn from `[first, first + num_rows)`.
+
+    Draws are uniform and with replacement.
+    """
     if num_rows <= _MAX_SHORT:
         # `random_` takes 2/3 of the time of `randint`.
         return out.random_(first, first + num_rows, generator=generator)
@@ -197,10 +206,9 @@ def below(choices: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 class Weighted:
-    """Weighted draws of indices, in proportion to weights, with replacement.
+    """Random draws of indices in proportion to weights, with replacement.
 
-    An index of weight 0 is never drawn. The constructor converts the weights to integers by
-    `whole_weights`.
+    An index of weight 0 is never drawn.
 
     Args:
         weights: `[num]`, finite and >= 0, not all 0. Weights on other devices than the CPU are not
@@ -236,7 +244,7 @@ class Weighted:
 def distinct(num_rows: int, num_draws: int, generator: torch.Generator) -> torch.Tensor:
     """Draw distinct indices below `num_rows` in random order: `[num_draws]` int64.
 
-    `num_draws` is at most `num_rows`. Takes O(num_draws) time if `num_draws` is much smaller.
+    `num_draws` is at most `num_rows`. If it is much smaller, the time depends only on `num_draws`.
     """
     if num_draws * 4 > num_rows:
         return torch.randperm(num_rows, generator=generator, device=generator.device)[:num_draws]

@@ -214,7 +214,8 @@ class Worker:
         """
         pending = self._pending()
         self._is_closed = True
-        # Wait before `shutdown`, which would treat an interrupted join as the end of the thread.
+        # `shutdown` waits too, but after a Ctrl-C during its wait it would assume that the thread
+        # has ended.
         wait(pending)
         if self._pool is not None:
             self._pool.shutdown()
