@@ -41,19 +41,20 @@ _MAX_SUM = 1e300
 #: Lower limits of importance weights and of the weights of priorities above 0. With the limits,
 #: none of these numbers is rounded to 0.
 _LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float64).tiny
-#: Up to this alpha, the weight of the least float64 above 0 exceeds `_LEAST_WEIGHT`, so weights
-#: need no comparison with the limit.
+#: Largest alpha (exponent of priorities) with which every float64 priority above 0 has a weight
+#: above `_LEAST_WEIGHT`. Up to this alpha, weights need no comparison with the lower limit.
 _LARGEST_SAFE_ALPHA = 0.9
-#: Iteration of a row without a known iteration of collection; such a row is never stale.
+#: Stored for a row if the learner iteration that collected it is unknown. The row is never stale.
 UNKNOWN = (1 << 62) - 1
 #: Id that is saved for a position without a valid row. All other saved ids are >= 0.
 _NO_ROW = -(1 << 62)
-#: Limit of the absolute value of iterations; float64 represents the difference of two exactly.
+#: Limit of the absolute value of learner iterations. Below it, float64 represents the difference of
+#: two iterations exactly.
 _MAX_ITERATION = 1 << 52
-#: Number of uses that are collected before they are counted. Counting 4096 uses at each draw would
-#: take 4 % of the time of a draw and its update.
+#: Number of drawn rows that are noted before their uses are counted in one operation. Counting 4096
+#: drawn rows at each draw would take 4 % of the time of a draw and its priority update.
 _MAX_WAITING = 1 << 14
-#: Maximum number of draws on a device whose results reach the host in one copy.
+#: Maximum number of draws on a device whose checks are copied to the host together.
 _DRAWS_PER_REPORT = 16
 #: Saved columns, with one number per position, and their dtypes.
 _COLUMNS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}
@@ -77,10 +78,10 @@ class Draw(NamedTuple):
 
 
 class _OldestTree(MinTree):
-    """Tree of the iterations of collection, which finds the rows with the least iterations.
+    """Tree that finds the rows that were collected in the earliest learner iterations.
 
-    The number of a row is `iteration - _MAX_ITERATION`, which is below 0. The number of a row with
-    an unknown iteration is 0, so the tree never finds the row.
+    Its number for a row is `iteration - _MAX_ITERATION`, which is below 0. The number is 0 for a
+    row with an unknown iteration, so the tree never finds such a row.
     """
 
     NEUTRAL = 0.0
@@ -131,77 +132,81 @@ class PrioritizedRing:
         self._largest: Any = (
             1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
         )
-        #: On the CPU, number of updates of removed rows. On a device, number of all updates of
-        #: rows: only the device has the number of live rows among them, `_totals[0]`.
+        #: On the CPU, number of priority updates whose row was already removed. On a device, number
+        #: of all priority updates: the device counts the updates of live rows in `_totals[0]`.
         self._num_dead = 0
-        #: Numbers on a device that are copied to the host together: `_totals`, then one number per
-        #: draw since the last copy. It is the least weight above 0, or inf if all weights were 0.
+        #: Numbers on a device that are copied to the host together: first `_totals`, then the least
+        #: weight above 0 at each draw since the last copy, which is inf if all weights were 0.
         self._report = torch.zeros(2 + _DRAWS_PER_REPORT, dtype=torch.float64, device=device)
-        #: Number of updates of live rows. Number of valid priorities among the priorities that
-        #: only the device has checked.
+        #: Two counters on the device: priority updates of live rows, and valid priorities among
+        #: the priorities that the host has not checked.
         self._totals = self._report[:2]
         self._least_weights = self._report[2:]
-        #: Number of draws since the last copy of the report.
+        #: Number of draws since `_report` was last copied to the host.
         self._num_unsent = 0
-        #: Number of priorities that only the device has checked. Number of invalid priorities
-        #: among them that an error has reported.
+        #: Number of priorities that were checked on the device and not on the host.
         self._num_unchecked = 0
+        #: Number of these priorities that were invalid and for which an error was raised.
         self._num_invalid = 0
-        #: Priority of skipped entries on a device; see `_num_leaves`. It becomes 0 when `rule.eps`
-        #: is added.
+        #: Priority that an update on a device writes for entries to skip. It becomes 0 when the
+        #: update adds `rule.eps`.
         self._minus_eps = torch.full((1,), -rule.eps, dtype=torch.float64, device=device)
-        #: Number of rows per lane that were ever written. Number of valid rows; None if only the
-        #: device has this number.
+        #: Number of rows per lane that were ever written.
         self._total = 0
+        #: Number of valid rows; None if the host would have to wait for the number.
         self._num_valid: int | None = 0
         self._weights = SumTree(self._num_places, device)
-        #: Number of leaves. A device has one more leaf, of weight 0. Entries of a call that must
-        #: change no row are skipped: they are written to this leaf. Selecting the other entries
-        #: would make the host wait.
+        #: Length of the priorities in memory. On a device it includes one unused element at the
+        #: end. Updates of removed rows and invalid priorities are written to this element, because
+        #: filtering them would make the host wait.
         self._num_leaves = self._num_places + (not self._is_on_cpu)
-        #: Largest priority of a row with which the sum of all weights stays below `_MAX_SUM`.
+        #: Largest accepted priority. If all rows had it, the sum of weights would be `_MAX_SUM`.
         self._largest_priority = rule.largest_priority(_MAX_SUM / self._num_places)
         all_priorities = filled((self._num_leaves,), 0, torch.float64, device)
         self.priorities = all_priorities[: self._num_places]
         self._is_valid = filled((self._num_places,), 0, torch.bool, device)
         self._own_priorities = own(all_priorities)
         self._own_is_valid = own(self._is_valid)
-        #: On a device, whether a weight was above 0 when the host last knew.
+        #: On a device, whether the last check of the host found a weight above 0.
         self._has_mass = False
         self._has_limits = limits is not None
         self._columns = _COLUMNS | _USE_COLUMNS if self._has_limits else _COLUMNS
         limits = limits or Limits()
         self._max_use = inf if limits.max_use is None else limits.max_use
         self._max_staleness = inf if limits.max_staleness is None else limits.max_staleness
-        #: Number of draws of the row at each position; None until a caller needs these numbers.
+        #: How often the row at each position was drawn; None until draws are counted.
         self._uses: torch.Tensor | None = None
-        #: Positions of drawn rows that are not counted in `_uses` yet, and their number.
+        #: Positions of drawn rows that are not counted in `_uses` yet.
         self._used: list[torch.Tensor] = []
+        #: Number of positions in `_used`.
         self._num_used = 0
-        #: Iteration of collection of the row at each position, XOR `UNKNOWN`. With XOR, memory of
-        #: zeros means that all iterations are unknown. None until an iteration is known.
+        #: Learner iteration that collected the row at each position, XOR `UNKNOWN`. With XOR,
+        #: memory of zeros means that all iterations are unknown. None until one is known.
         self._flipped_collected: torch.Tensor | None = None
-        # On the CPU, the column takes no memory for pages of rows that are never drawn.
+        # On the CPU, allocate the counts of draws at once: zeros take no memory until written.
         if self._has_limits and (self._is_on_cpu or not isinf(self._max_use)):
             self._count_uses()
         self._oldest = None if isinf(self._max_staleness) else _OldestTree(self._num_places, device)
 
     def __len__(self) -> int:
-        """Return the number of valid rows. If rows were dropped on a device, the host waits."""
+        """Return the number of valid rows. The host may wait for a device."""
         return int(self._is_valid.sum()) if self._num_valid is None else self._num_valid
 
     @property
     def max_priority(self) -> float:
-        """Largest priority so far, initially 1, the default of new rows. Waits for a device."""
+        """Largest priority so far, 1 at first. New rows get it. Waits for a device."""
         return float(self._largest)
 
     @property
     def num_dead_updates(self) -> int:
-        """Number of updates of removed rows so far. On a device the host waits."""
+        """Number of priority updates that came after their row was removed or overwritten.
+
+        On a device the host waits.
+        """
         return self._num_dead if self._is_on_cpu else self._num_dead - int(self._totals[0])
 
     def set_num_dead_updates(self, num_dead: int) -> None:
-        """Set the number of updates of removed rows so far."""
+        """Set `num_dead_updates`, to continue the count of an earlier object."""
         self._set_numbers(self.max_priority, num_dead)
 
     @property
@@ -212,12 +217,12 @@ class PrioritizedRing:
         return rule.beta + (1.0 - rule.beta) * share
 
     def places(self, ids: Any) -> Any:
-        """Return the positions of rows with the ids `[n]`: an array for an array, else a tensor."""
+        """Convert `[n]` row ids to positions. Returns an array for an array, else a tensor."""
         return cells(ids, self._num_slots, self._num_lanes)
 
     @writes_in_order
     def valid_places(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the positions in `places` that have a valid row, in the same order."""
+        """Return the positions in `places` whose row may be drawn, in the same order."""
         valid: torch.Tensor = places[self._is_valid[places]]
         return valid
 
@@ -231,7 +236,9 @@ class PrioritizedRing:
         priorities: tuple[Any, float] | None = None,
         collected: torch.Tensor | None = None,
     ) -> None:
-        """Allow draws of new rows. Each new row replaces the row at its position.
+        """Add new rows, which may be drawn from now on.
+
+        Each new row replaces the row at its position.
 
         Args:
             ids: `[n]` int64, of different positions.
@@ -286,7 +293,9 @@ class PrioritizedRing:
     def renew(
         self, ids: torch.Tensor, is_drawable: torch.Tensor, dropped: torch.Tensor, total: int
     ) -> None:
-        """Replace rows by `[n]` new rows of which only some may be drawn. Remove some older rows.
+        """Add `[n]` new rows, only some of which may be drawn, and remove some older rows.
+
+        Each new row replaces the row at its position.
 
         Args:
             ids: `[n]` int64, ids of the new rows, of different positions.
@@ -309,7 +318,10 @@ class PrioritizedRing:
 
     @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
-        """Remove the rows at `[n]` positions. Return the positions of removed rows, each once."""
+        """Remove the rows at `[n]` positions.
+
+        Returns the positions at which a valid row was removed, without repetitions.
+        """
         valid: torch.Tensor = torch.unique(self.valid_places(places))
         if len(valid):
             if self._is_on_cpu:
@@ -324,7 +336,10 @@ class PrioritizedRing:
         return valid
 
     def stale(self, iteration: int) -> torch.Tensor | None:
-        """Return the positions of rows that are stale at a learner iteration; None for no row."""
+        """Return the positions of rows that are stale at a learner iteration; None if none is.
+
+        A row is stale if it was collected at least `max_staleness` iterations earlier.
+        """
         return None if self._oldest is None else self._stale(self._oldest, iteration)
 
     @writes_in_order
@@ -351,10 +366,13 @@ class PrioritizedRing:
     # Draws.
 
     def has_mass(self, among: torch.Tensor | None) -> bool:
-        """Return whether a row at the positions `among` has a weight above 0. None means all rows.
+        """Return whether any row can be drawn, that is, has a weight above 0.
 
-        On a device the host remembers True for all rows, since asking would wait. If all rows were
-        removed meanwhile, a draw notes this on the device, and a later call raises the error.
+        On a device a result True for all rows is remembered, since a check would wait. If all rows
+        are removed later, the next draw detects this on the device, and a later call raises.
+
+        Args:
+            among: Positions of the rows to check; None for all rows.
         """
         if among is None and not self._is_on_cpu:
             return self._has_mass or self._check_mass()
@@ -383,7 +401,7 @@ class PrioritizedRing:
             generator: Random generator on the device of the ring.
             among: `[m]` positions to draw from, in time proportional to m; None for all rows.
         """
-        # An update copies the results of draws too. Then the next draw needs no copy.
+        # Updates copy the checks of draws too. While a copy is pending, wait for more draws.
         if not self._is_on_cpu and (
             not self._order.deferred.num_pending or self._num_unsent == _DRAWS_PER_REPORT
         ):
@@ -396,7 +414,7 @@ class PrioritizedRing:
         elif not self._is_on_cpu:
             if not self.has_mass(None):
                 return None
-            # The draw writes its least weight to the report, which shows draws without mass.
+            # The draw writes the least weight above 0 here: inf shows that no row could be drawn.
             least_weight = self._least_weights[self._num_unsent]
             self._num_unsent += 1
         drawn = tree.draw_weights(num_draws, generator, least_weight)
@@ -414,8 +432,8 @@ class PrioritizedRing:
         """Return the importance weights `(weights / least) ** -beta` of drawn rows.
 
         They are computed as `(least / weights) ** beta`, since `weights / least` may overflow. On a
-        device, `weights` is 0 for a drawn row that was replaced by the row of the least weight; see
-        `SumTree`. Its quotient is infinite and its result 1, as for the least weight.
+        device, a weight of 0 means that `SumTree` replaced the drawn row by the row of the least
+        weight. The quotient is then infinite and the result 1, as for the least weight.
         """
         if self._is_on_cpu:
             return ((least / weights) ** self.beta).clip(_LEAST_IMPORTANCE, 1.0)
@@ -424,11 +442,11 @@ class PrioritizedRing:
         return importance.clamp_(_LEAST_IMPORTANCE, 1.0)
 
     def use(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Count one use of the row at each of `[n]` positions.
+        """Count that the row at each of `[n]` positions was drawn once more.
 
-        Returns the positions of rows that reached `max_use`; None without this limit. The ring
-        keeps the tensor `places`, so the caller must not change it. On a device without `max_use`,
-        counting starts with the first call of `uses_with`.
+        Returns the positions of rows that were drawn `max_use` times; None without this limit. The
+        ring keeps the tensor `places`, so the caller must not change it. On a device without
+        `max_use`, counting starts with the first call of `uses_with`.
         """
         return None if self._uses is None else self._use(places)
 
@@ -444,7 +462,10 @@ class PrioritizedRing:
 
     @lasting
     def _count_uses(self) -> torch.Tensor:
-        """Count all draws so far. Return the number per position: `[num_places]` int64, a view."""
+        """Return how often the row at each position was drawn: `[num_places]` int64.
+
+        The result is the memory of the ring itself, not a copy.
+        """
         if self._uses is None:
             self._uses = filled((self._num_places,), 0, torch.int64, self.device)
         if self._used:
@@ -456,17 +477,16 @@ class PrioritizedRing:
 
     @lasting
     def _iterations(self) -> torch.Tensor:
-        """Return `_flipped_collected`, which is allocated at the first call."""
         if self._flipped_collected is None:
             self._flipped_collected = filled((self._num_places,), 0, torch.int64, self.device)
         return self._flipped_collected
 
     @writes_in_order
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the number of uses of each of `[n]` drawn rows, including the current draw.
+        """Return how often each of `[n]` drawn rows was drawn, including the current draw.
 
-        Call this before `use` counts the current draw. Copies of a row are consecutive in `places`.
-        Each copy has one use more than the previous copy.
+        Call this method before `use` counts the current draw. If a row was drawn several times, its
+        copies must be consecutive in `places`. Each copy has one use more than the previous copy.
         """
         counts = torch.unique_consecutive(places, return_counts=True)[1]
         firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -475,7 +495,10 @@ class PrioritizedRing:
 
     @writes_in_order
     def staleness(self, places: torch.Tensor, iteration: int) -> torch.Tensor:
-        """Return the iterations since the collection of `[n]` rows: `[n]` int64, -1 if unknown."""
+        """Return the number of learner iterations since each of `[n]` rows was collected.
+
+        The result is `[n]` int64, -1 for a row with an unknown iteration.
+        """
         if self._flipped_collected is None:
             return torch.full_like(places, -1)
         collected = self._flipped_collected[places] ^ UNKNOWN
@@ -485,7 +508,7 @@ class PrioritizedRing:
     # Priorities.
 
     def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float | None]:
-        """Check priorities and return them with their maximum.
+        """Check priorities that the caller passed, and return them with their maximum.
 
         Args:
             priorities: `[num_rows]` numbers of any type, or one number for all rows.
@@ -546,7 +569,11 @@ class PrioritizedRing:
         return values if values.ndim else own(tensor_of(values).expand(num_rows)), largest
 
     def prepare_update(self, ids: Any, priorities: Any) -> Callable[[], Any]:
-        """Check `[n]` integer ids and finite priorities >= 0, `[n]` or one number for all rows.
+        """Check the arguments of a priority update, and return a function that applies it.
+
+        Args:
+            ids: `[n]` integer ids of rows.
+            priorities: Finite numbers >= 0: `[n]`, or one number for all rows.
 
         Returns:
             A function that sets the priorities to `priorities + eps` and counts updates of removed
@@ -577,8 +604,8 @@ class PrioritizedRing:
         stop = self._total * self._num_lanes
         is_live = ids < stop
         is_live &= ids >= stop - num_written
-        # If all written rows are valid, skip this check: for 4096 of 10^6 rows it takes 4 % of the
-        # time of a draw and its update.
+        # Check for removed rows only if there are some: for 4096 of 10^6 rows the check takes 4 %
+        # of the time of a draw and its update.
         if self._num_valid < num_written:
             is_live &= self._own_is_valid[places]
         num_live = int(self._library.count_nonzero(is_live))
@@ -596,8 +623,8 @@ class PrioritizedRing:
     ) -> torch.Tensor:
         stop = self._total * self._num_lanes
         start = stop - min(self._total, self._num_slots) * self._num_lanes
-        # Flags of each entry: whether its row is live, whether its priority is valid, and whether
-        # both hold. If the host has checked the priorities, there is only the first flag.
+        # Three flags per updated row: the row is live, its priority is valid, both are true. If the
+        # host has checked the priorities, only the first flag is needed.
         flags = torch.empty(
             (1 if is_checked else 3, len(ids)), dtype=torch.bool, device=self.device
         )
@@ -623,7 +650,7 @@ class PrioritizedRing:
             largest = priorities.max()
             order = self._weights.numbers(len(ids))
             priorities = last_copies(places, priorities + self.rule.eps, self._num_leaves, order)
-            # With alpha 0, the priority 0 of skipped entries would have the weight 0 ** 0 = 1.
+            # With alpha 0, the priority 0 of a skipped update would get the weight 0 ** 0 = 1.
             is_drawable = None if self.rule.alpha else places < self._num_places
             self._set(places, priorities, largest, is_drawable)
         return totals[-1]
@@ -631,7 +658,7 @@ class PrioritizedRing:
     def _are_accepted(
         self, priorities: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return whether each priority is finite, >= 0 and small enough to sum: `[n]` bool."""
+        """Return whether each priority is valid: finite, >= 0 and not too large, `[n]` bool."""
         largest = min(
             self._largest_priority - self.rule.eps, torch.finfo(priorities.dtype).max, _LARGEST
         )
@@ -639,12 +666,14 @@ class PrioritizedRing:
 
     @writes_in_order
     def send_draws(self) -> None:
-        """Start to copy `_report` to the host if draws on a device were not reported yet."""
+        """Start to copy the checks of recent draws from the device to the host.
+
+        A later call raises an error if a draw found no weight above 0.
+        """
         if self._num_unsent:
             self._send_report()
 
     def _send_report(self) -> None:
-        """Start to copy `_report` to the host; `_read_report` receives the numbers later."""
         read = partial(self._read_report, self._num_unchecked, self._num_unsent)
         self._order.deferred.note(self._report, read)
         self._num_unsent = 0
@@ -652,12 +681,14 @@ class PrioritizedRing:
     def _read_report(
         self, num_unchecked: int, num_draws: int, report: list[float]
     ) -> UsageError | None:
-        """Return the error that a copy of `_report` shows; None if earlier calls were valid.
+        """Return the error to raise for earlier calls with invalid priorities or without rows.
+
+        The device could not raise these errors itself. Returns None if all calls were valid.
 
         Args:
-            num_unchecked: `_num_unchecked` at the start of the copy.
-            num_draws: Number of draws in the report.
-            report: Numbers of `_report`.
+            num_unchecked: Number of priorities that only the device had checked by then.
+            num_draws: Number of draws since the previous report.
+            report: Numbers of the device: counters, then the least weight of each draw.
         """
         texts = []
         num_invalid = num_unchecked - int(report[1])
@@ -684,7 +715,7 @@ class PrioritizedRing:
         Args:
             places: `[n]` positions of the rows; on a device, `num_places` for skipped entries.
             priorities: `[n]` checked priorities. If a position is repeated, its last priority stays
-                on the CPU; on a device its priorities must be equal.
+                on the CPU; on a device, equal positions must have equal priorities.
             largest: Maximum of `priorities`; None if it is not above the largest priority so far.
             is_drawable: `[n]` bool, only on a device: whether each row may be drawn. Other rows get
                 the weight 0. None: all rows; skipped entries must then have the priority 0.
@@ -705,9 +736,9 @@ class PrioritizedRing:
 
     @writes_in_order
     def state(self, num_places: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the numbers to save, and the columns of the first `num_places` positions.
+        """Return the state to save: numbers, and one tensor per column.
 
-        The tensors may share memory with the ring.
+        The tensors contain the first `num_places` positions. They may share memory with the ring.
         """
         self.send_draws()
         first = slice(num_places)
@@ -759,7 +790,7 @@ class PrioritizedRing:
         self._is_valid[:num_places] = is_valid
         self._num_valid = int(is_valid.sum())
         num_written = min(self._total, self._num_slots) * self._num_lanes
-        # None makes updates on a device check which rows are valid; see `_update_on_device`.
+        # None makes updates on a device check whether each row is valid.
         if not self._is_on_cpu and self._num_valid < num_written:
             self._num_valid = None
         if "uses" in self._columns:
@@ -810,12 +841,12 @@ class PrioritizedRing:
         return self._weights.check_valid()
 
     def _ids(self, num_places: int) -> torch.Tensor:
-        """Return the ids at the first `num_places` positions; below 0 without a written row."""
+        """Return the row ids at the first `num_places` positions; below 0 if no row was written."""
         places = torch.arange(num_places, device=self.device)
         ids: torch.Tensor = keys_in(places, self._total, self._num_slots, self._num_lanes)
         return ids
 
 
 def _tree_numbers(collected: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of an `_OldestTree` for `[n]` iterations; `UNKNOWN` becomes 0."""
+    """Convert `[n]` learner iterations to numbers <= 0 for `_OldestTree`; `UNKNOWN` becomes 0."""
     return collected.clamp(-_MAX_ITERATION, _MAX_ITERATION) - _MAX_ITERATION

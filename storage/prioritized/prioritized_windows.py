@@ -84,12 +84,12 @@ class PrioritizedWindows(RowFront, Store):
 
     @property
     def max_priority(self) -> float:
-        """The largest priority so far, without eps; 1 at first."""
+        """Largest priority so far, without eps; 1 at first."""
         return self._windows.max_priority
 
     @property
     def num_dead_updates(self) -> int:
-        """Number of updates of removed windows so far."""
+        """Number of priority updates of windows that were already overwritten."""
         return self._windows.num_dead_updates
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class PrioritizedWindows(RowFront, Store):
             BufferEmptyError: The buffer has no complete window.
         """
         arguments.whole("num_windows", num_windows, 1)
-        # A draw counts as a write, since all draws share the working memory of the tree.
+        # Draws exclude each other like writes, since all draws share working memory.
         with self._lock, self._order.writes:
             self._order.deferred.raise_arrived()
             ring = self._rows.ring
@@ -186,9 +186,10 @@ class PrioritizedWindows(RowFront, Store):
         return windows
 
     def _note_windows(self, ring: RingStore, first: int) -> None:
-        """Allow draws of the windows whose last row has the id `first` or a later id.
+        """Update which windows may be drawn after rows were written.
 
-        Windows of which a row was overwritten are removed.
+        Adds the windows that end at the new rows, which have ids from `first` on. Removes the
+        windows that contain an overwritten row.
         """
         boundaries = self._boundaries()
         back = self.seq_length - 1
@@ -246,7 +247,7 @@ class PrioritizedWindows(RowFront, Store):
         for place, (name, field) in enumerate(schema.items()):
             shape = [num_live, num_lanes, *field.shape]
             columns[name] = checked_tensor(tensors, f"column/{place}", field.torch_dtype, shape)
-        if "ages" in tensors:  # Earlier releases save the ages of all rows.
+        if "ages" in tensors:  # States of earlier releases contain the ages of all rows.
             ages = checked_tensor(tensors, "ages", torch.int32, [self.capacity, num_lanes])
             oldest = (total - num_live) % self.capacity
             numbers = {**numbers, "oldest_ages": ages[oldest].tolist()}
@@ -283,6 +284,6 @@ def sequence_priorities(
     sizes = errors.detach().abs()
     counts = torch.ones_like(sizes) if mask is None else mask.to(sizes.dtype)
     sizes = sizes * counts
-    # The result of `sum` depends on the vector width of the processor; draws must be reproducible.
+    # Running sums are equal on every processor, unlike `sum`. Draws are therefore reproducible.
     sums = sizes.cumsum(1)[:, -1]
     return eta * sizes.amax(1) + (1 - eta) * sums / counts.sum(1).clamp(min=1)

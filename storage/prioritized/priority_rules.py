@@ -39,18 +39,19 @@ class PriorityRule:
                 arguments.real(name, value, ">= 0", lambda number: 0 <= number < inf)
 
     def weights(self, priorities: Any) -> Any:
-        """Return `priorities ** alpha`, a tensor or an array as `priorities`.
+        """Compute the weights of rows: `priorities ** alpha`, a tensor for a tensor, else an array.
 
-        Arrays are rounded; see `rounded_power`.
+        The weights in an array are rounded, so that they are equal on every processor.
         """
         if isinstance(priorities, torch.Tensor):
             return priorities**self.alpha
         return rounded_power(priorities, self.alpha)
 
     def largest_priority(self, largest_weight: float) -> float:
-        """Return the priority whose weight is `largest_weight` (above 1), up to rounding.
+        """Return the largest priority whose weight does not exceed `largest_weight`.
 
-        Returns inf if the priority exceeds the range of float64, or if alpha is 0.
+        `largest_weight` is above 1. The result is exact up to rounding. It is inf if alpha is 0 or
+        the priority exceeds the range of float64.
         """
         try:
             return largest_weight ** (1 / self.alpha) if self.alpha else inf

@@ -15,7 +15,7 @@ from ..core.records import numbers
 from ..errors import OutOfRangeError, UsageError
 from .sum_tree import BlockTree, MaxTree, MinTree, SumTree
 
-#: Relative tolerance of a mass above the sum.
+#: A searched mass may exceed the sum of all numbers by this share, because callers round.
 _SLACK = 1e-9
 _KINDS: dict[str, type[BlockTree]] = {"sum": SumTree, "min": MinTree, "max": MaxTree}
 
@@ -39,12 +39,12 @@ class SegmentTree:
             else getattr(operation, "__name__", repr(operation))
         )
         self._tree = _KINDS[arguments.choice("operation", name, _KINDS)](capacity, device)
-        #: Whether a number below 0 was ever set; then `find_prefixsum_idx` checks all numbers.
+        #: Whether a number below 0 was ever set. Only then, searches must check all numbers.
         self._may_be_negative = False
 
     @property
     def capacity(self) -> int:
-        """Number of numbers."""
+        """Number of numbers in the tree."""
         return self._tree.capacity
 
     @property
@@ -54,7 +54,7 @@ class SegmentTree:
 
     @property
     def neutral_element(self) -> float:
-        """Reduction of an empty range."""
+        """Result of `reduce` for an empty range: 0, inf or -inf."""
         return self._tree.NEUTRAL
 
     def __len__(self) -> int:
@@ -93,9 +93,9 @@ class SegmentTree:
         self._tree.write(wanted.flatten(), values.expand(wanted.shape).flatten())
 
     def reduce(self, start: int = 0, end: int | None = None) -> float:
-        """Return the reduction of the range `[start, end)`; None for the capacity as the end.
+        """Return the sum, minimum or maximum of the numbers at the indices `start:end`.
 
-        The reduction of an empty range is the neutral element.
+        `end` None means the capacity. The result for an empty range is the neutral element.
 
         Raises:
             IndexError: The range is out of bounds, or its end is before its start.
@@ -138,8 +138,8 @@ class SegmentTree:
         total = tree.reduce()
         if total <= 0:
             raise UsageError("all values of the tree are 0. Set a value above 0 first.")
-        # A mass that the caller computed may exceed the sum by a rounding error; the sum replaces
-        # it.
+        # A mass that the caller computed may exceed the sum by a rounding error. Such a mass is
+        # accepted and treated as the sum.
         is_coarse = isinstance(mass, torch.Tensor) and mass.is_floating_point()
         slack = max(_SLACK, torch.finfo(mass.dtype).eps if is_coarse else 0.0)
         outside = ~((masses >= 0) & (masses <= total * (1 + slack)))
@@ -171,21 +171,21 @@ class SegmentTree:
 
 
 class SumSegmentTree(SegmentTree):
-    """A `SegmentTree` of sums."""
+    """A `SegmentTree` with the operation "sum"."""
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(capacity, "sum", device)
 
 
 class MinSegmentTree(SegmentTree):
-    """A `SegmentTree` of minima."""
+    """A `SegmentTree` with the operation "min"."""
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(capacity, "min", device)
 
 
 class MaxSegmentTree(SegmentTree):
-    """A `SegmentTree` of maxima."""
+    """A `SegmentTree` with the operation "max"."""
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(capacity, "max", device)

@@ -37,17 +37,18 @@ from ..core.memory import filled, last_copies, lasting, own, tensor_of
 
 #: Minimum number of leaves per block on the CPU.
 _MIN_WIDTH = 16
-#: Maximum number of blocks per leaf of a block, on the CPU. A call adds up all blocks once, and the
-#: leaves of one block per draw, so there may be many more blocks than leaves in a block.
+#: Maximum ratio of the number of blocks to the number of leaves in a block, on the CPU. A call sums
+#: all blocks once, but the leaves of one block for each draw. So the ratio may be large.
 _BLOCKS_PER_LEAF = 1 << 10
-#: Maximum number of sizes of calls (draws, updates, additions of rows) whose memory is kept.
+#: Maximum number of cached working memories. There is one for each number of indices per call.
 _MAX_MEMORIES = 4
-#: Draws use this share of the total mass, so that no random mass is rounded up to the total.
+#: Draws on a device use this share of the sum of weights. The rounded random numbers then stay
+#: below the sum.
 _ALMOST_ALL = 1 - 2.0**-50
 
 
 class DrawnWeights(NamedTuple):
-    """Drawn indices.
+    """Indices that a `SumTree` has drawn, and their weights.
 
     Attributes:
         places: `[n]` int64, drawn indices: an array on the CPU, else a tensor.
@@ -110,7 +111,7 @@ class BlockTree:
             while self.width**2 * _BLOCKS_PER_LEAF < num_leaves:
                 self.width *= 2
         else:
-            # `put` writes to an additional leaf if an entry must change no number.
+            # An unused leaf: callers write to it to skip an entry without waiting for the device.
             num_leaves += 1
         self._num_blocks = -(-num_leaves // self.width)
         self._leaves = self._filled(self._num_blocks * self.width)
@@ -152,10 +153,10 @@ class BlockTree:
         self.put(own(index), last_copies(own(index), own(values), self.capacity))
 
     def put(self, index: Any, values: Any) -> None:
-        """Set the leaves at `[n]` indices to `[n]` values, or to one number.
+        """Set the leaves at `[n]` indices to `[n]` values, or all to one number.
 
-        Indices and values are arrays on the CPU, else tensors. On other devices than the CPU, equal
-        indices must have equal values.
+        This is `write` without conversions. Indices and values are arrays on the CPU, else tensors.
+        On other devices than the CPU, equal indices must have equal values.
         """
         if self._is_on_cpu or isinstance(values, torch.Tensor):
             self._own_leaves[index] = values
@@ -163,7 +164,7 @@ class BlockTree:
             self._leaves.index_fill_(0, index, values)  # An assignment would block the host.
         if self.width == 1:
             return
-        if len(index) >= self._num_blocks:  # The reduction of all blocks is less work.
+        if len(index) >= self._num_blocks:  # Recomputing all blocks takes less time.
             self._set_tops(slice(None), self._blocks)
         else:
             block = index // self.width
@@ -175,7 +176,7 @@ class BlockTree:
         self._tops.fill_(self.NEUTRAL)
 
     def rebuild(self, values: torch.Tensor) -> None:
-        """Set the first n leaves to `[n]` values."""
+        """Set the first n leaves to `[n]` values, and recompute their blocks."""
         self._leaves[: len(values)].copy_(values)
         if self.width > 1:
             first_blocks = slice(-(-len(values) // self.width))
@@ -185,7 +186,7 @@ class BlockTree:
         """Return the reduction of the leaves `start:stop`; the neutral value for an empty range."""
         stop = self.capacity if stop is None else stop
         first = -(-start // self.width)
-        # Leaves behind the last one are neutral.
+        # The last block may have padding behind the last leaf, which does not change the result.
         last = self._num_blocks if stop == self.capacity else stop // self.width
         if first > last:
             parts = self._leaves[start:stop]
@@ -196,7 +197,7 @@ class BlockTree:
         return float(self._reduced(parts.unsqueeze(0))[0]) if len(parts) else self.NEUTRAL
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check that every number above the leaves is the reduction of its block.
+        """Check that the stored reduction of every block is correct.
 
         Returns whether all numbers are correct, and a description of the first wrong number.
         """
@@ -213,16 +214,18 @@ class BlockTree:
         raise NotImplementedError
 
     def _set_tops(self, block: Any, rows: torch.Tensor) -> None:
-        """Compute the reductions of blocks from `rows`, the leaves of each block, and store them.
+        """Recompute and store the reductions of some blocks after their leaves changed.
 
-        `block` is `[n]` indices of blocks, or a slice.
+        Args:
+            block: `[n]` indices of the blocks, or a slice.
+            rows: `[n, width]`, the leaves of each of these blocks.
         """
         self._own_tops[block] = self._reduced(rows)
 
     def _gathered(self, block: Any) -> _Memory:
-        """Copy the leaves of `[n]` blocks to `rows` of the reused memory, and return the memory."""
+        """Copy the leaves of `[n]` blocks to reused memory and return it."""
         memory = self._memory(len(block))
-        # The default mode "raise" would copy to a buffer first.
+        # With numpy's default mode "raise", `take` would copy through a temporary buffer.
         self._own_blocks.take(block, 0, memory.own_rows, "clip")
         return memory
 
@@ -254,7 +257,7 @@ class SumTree(BlockTree):
         self._own_sums = own(self._sums)
         self._running = self._sums[1:]
         self._own_running = own(self._running)
-        #: Least weight above 0 of each block, inf if it has none; empty on other devices.
+        #: Least weight above 0 of each block, inf if all are 0. Not used on devices.
         num_least = self._num_blocks if self._is_on_cpu else 0
         self._least_of_blocks = own(filled((num_least,), inf, torch.float64, self.device))
         #: Least weight above 0 of all blocks; None if it must be computed from the blocks again.
@@ -307,11 +310,17 @@ class SumTree(BlockTree):
     def draw_weights(
         self, num_draws: int, generator: torch.Generator, least: torch.Tensor | None = None
     ) -> DrawnWeights | None:
-        """Draw as `draw` does, and return the weights too.
+        """Draw one index from each of `num_draws` intervals of equal mass, and return weights too.
 
-        On other devices than the CPU the host does not wait, and the result is never None. If all
-        weights are 0 there, the least weight is inf, and the indices are arbitrary. `least` is a
-        0-d float64 tensor that receives the least weight there; None allocates it.
+        The distribution is that of `draw`. On the CPU, returns None if all weights are 0. On other
+        devices the host does not wait, and the result is never None. If all weights are 0, the
+        least weight is then inf, and the indices are arbitrary.
+
+        Args:
+            num_draws: Number of draws.
+            generator: Random generator on the device of the tree.
+            least: On a device, a 0-d float64 tensor that receives the least weight above 0; None
+                allocates it.
         """
         total = self.total()
         if not self._is_on_cpu:
@@ -331,11 +340,11 @@ class SumTree(BlockTree):
         return DrawnWeights(places, self._own_leaves[places], self.least())
 
     def _located(self, masses: Any) -> Any:
-        """Return the index at which the running sum exceeds each of `[n]` masses, on the CPU.
+        """Find, on the CPU, the index at which the running sum of weights exceeds each mass.
 
-        Every mass is below the total. The running sum of a block starts with the sum of all blocks
-        before it. Its last element equals the sum including the block exactly, so at least one
-        element is above the mass.
+        Every mass is below the sum of all weights. The running sum of a block starts with the sum
+        of all blocks before it. Its last element equals the sum including the block exactly, so at
+        least one element is above the mass.
         """
         block = self._own_running.searchsorted(masses, "right")
         memory = self._gathered(block)
@@ -346,12 +355,12 @@ class SumTree(BlockTree):
     def _located_on_device(
         self, masses: torch.Tensor, least: torch.Tensor | None = None
     ) -> DrawnWeights:
-        """Return the index at which the running sum exceeds each of `[n]` masses, and its weight.
+        """Find, on a device, the index at which the running sum of weights exceeds each mass.
 
-        Every mass is below the total.
+        Every mass is below the sum of all weights.
         """
         leaves = self.leaves_view()
-        # The search leaves out the last index, which is the result if no other index matches.
+        # Without the last running sum in the search, the result is a valid index for any mass.
         places = torch.searchsorted(self._running[: self.capacity - 1], masses, right=True)
         least = leaves.new_empty(()) if least is None else least
         place = places.new_empty(())
@@ -370,7 +379,7 @@ class SumTree(BlockTree):
 
 
 class MinTree(BlockTree):
-    """A tree of minima; numbers that were never written are inf."""
+    """Tree of numbers that returns their minimum. Numbers that were never written are inf."""
 
     NEUTRAL = inf
 
@@ -387,7 +396,7 @@ class MinTree(BlockTree):
 
 
 class MaxTree(BlockTree):
-    """A tree of maxima; numbers that were never written are -inf."""
+    """Tree of numbers that returns their maximum. Numbers that were never written are -inf."""
 
     NEUTRAL = -inf
 
