@@ -23,7 +23,8 @@ EPISODES = "episodes"
 TEXTS = "texts"
 #: Key of the task description in the metadata of an episode.
 TASK = "task"
-# Each kind is an HDF5 group with two datasets: sizes and checksums, and the joined UTF-8 bytes.
+# Names of the two HDF5 datasets that store annotations of one kind. "table" contains the key, size
+# and checksum of each annotation. "bytes" contains the UTF-8 texts, one after another.
 TABLE = "table"
 BYTES = "bytes"
 #: HDF5 attribute of the block file: CRC-32 of the tables of both kinds of annotations.
@@ -107,7 +108,7 @@ class NoteTable:
         return cls(table["key"].copy(), bounds, table["checksum"].copy())
 
     def of(self, key: int) -> range:
-        """Return the range of positions in this table at which annotations have this key."""
+        """Return the positions of all annotations of one episode or text, given its key."""
         start = int(self.keys.searchsorted(key, "left"))
         return range(start, int(self.keys.searchsorted(key, "right")))
 

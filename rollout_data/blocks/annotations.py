@@ -45,9 +45,9 @@ class Notes:
     def __init__(self) -> None:
         #: Cached headers by identity of the block; None for a block without annotations.
         self._headers: dict[Identity, BlockHeader | None] = {}
-        #: Cached result of `tasks`: the index, and the `text_id` of each trajectory's task.
+        #: The last index, and the id of each trajectory's task description, int64 `[M]`.
         self._tasks: tuple[TrajectoryIndex | None, Int64s] = (None, np.zeros(0, np.int64))
-        #: Cached result of `TrajectoryIndex.edits`: the index, and the position of each edit.
+        #: The last index, and for each writer the position of its edit in the blocks of this index.
         self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = (None, {})
         #: Annotations of edits, by identity of the edit. They are kept in memory, since the next
         #: edit removes the file.
@@ -68,10 +68,10 @@ class Notes:
                 self._kept[block.identity] = tuple(self._of_episodes(source, block))
 
     def kept(self, block: Block) -> Block:
-        """Copy an edit together with its annotations in memory; return other blocks unchanged.
+        """Return an edit with its annotations attached, so that its file is no longer needed.
 
-        The copy can be read after the file of the edit was removed. `keep_edits` must be called
-        before.
+        An edit is a block without frames that drops or annotates trajectories. `keep_edits` must
+        have read its annotations before. Other blocks are returned unchanged.
         """
         notes = self._kept.get(block.identity)
         return block if notes is None else replace(block, notes=notes)
@@ -130,9 +130,10 @@ class Notes:
         return self.columns(source, {name}).get(name) or [None] * len(source.index)
 
     def columns(self, source: AnnotatedSource, names: Set[str]) -> dict[str, list[Any]]:
-        """Map the metadata keys `names` to lists with a value per trajectory, see `column`.
+        """Return columns of episode metadata: map each key to a list with a value per trajectory.
 
-        Keys that no trajectory has are left out.
+        The value is None if a trajectory does not have the key. Keys that no trajectory has are
+        left out.
         """
         index = source.index
         columns = dict[str, list[Any]]()
@@ -191,9 +192,10 @@ class Notes:
         return [task if isinstance(task, str) else "" for task in self.column(source, TASK)]
 
     def _headers_with(self, source: AnnotatedSource, kind: str) -> Iterator[BlockHeader]:
-        """Yield the headers of blocks with annotations of this kind, by sequence number.
+        """Yield the header of each block that has annotations of this kind.
 
-        Deleted blocks are left out.
+        The blocks are ordered by sequence number, that is, from old to new. Deleted blocks are left
+        out.
         """
         for block in sorted(source.index.blocks, key=lambda block: block.sequence):
             try:
@@ -214,9 +216,9 @@ class Notes:
 
 
 def _positions(index: TrajectoryIndex, trajectories: Int64s, keys: Int64s) -> Int64s:
-    """Return the index position of each trajectory of one writer by its number, int64 `[K]`.
+    """Find K trajectories of one writer: return their positions in the index, int64 `[K]`.
 
-    The position is -1 for a number that the writer does not have.
+    The position is -1 if the writer has no trajectory with this number.
 
     Args:
         index: The index.

@@ -19,12 +19,14 @@ import numpy as np
 #: Path of the file that contains a block, and name of the block in it; "" if the block is the
 #: entire file.
 Key = tuple[Path, str]
-#: Key, file size in bytes and modification time in ns. They differ if the block was changed.
+#: Key of a block, and size in bytes and modification time in ns of its file. Unequal identities show
+#: that the file was replaced.
 Identity = tuple[Key, int, int]
-#: Fragments of a block, and for each table the CRC-32 of each fragment's rows, uint32
-#: `[F, columns]`.
+#: The table of F fragments of a block, and a mapping of tables to the CRC-32 of the rows of each
+#: fragment in each column, uint32 `[F, columns]`.
 FragmentSums = tuple[np.ndarray, Mapping[str, np.ndarray]]
-#: Blocks without frames and with at least this sequence number are edits, see `edit_blocks.py`.
+#: Smallest sequence number of an edit, which is a block without frames that changes or drops earlier
+#: trajectories.
 FIRST_EDIT = 10**15
 
 

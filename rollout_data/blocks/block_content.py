@@ -1,4 +1,4 @@
-"""`BlockContent`: everything that will be written to a block, and the encoding of its columns.
+"""Content of a block before it is written to a file, and the encoding of its columns.
 
 Rows come from memory or from other blocks. Fields with a chunk codec are compressed in chunks of
 consecutive rows. A chunk never contains rows of two fragments, so a fragment can be copied without
@@ -36,7 +36,7 @@ _NUM_SAMPLES = 8
 
 
 class ColumnRows(Protocol):
-    """Interface of the rows of one column, from which `write_block` reads.
+    """Interface of the rows of one column that will be written to a block.
 
     Rows are read in parts, so that memory never contains two copies of a block. Thread-safe.
 
@@ -57,7 +57,7 @@ class ColumnRows(Protocol):
 
 
 class ArrayRows:
-    """A `ColumnRows` of rows in memory: C-contiguous uint8 `[R, row_bytes]`."""
+    """Rows of a column that are in memory: C-contiguous uint8 `[R, row_bytes]`."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows
@@ -69,7 +69,7 @@ class ArrayRows:
 
 
 class CodedRows:
-    """A `ColumnRows` of the encoded chunks of a column.
+    """Rows of a column that are already encoded as chunks, ready to be written to a file.
 
     Chunks have different sizes. Therefore each byte counts as one row: `num_rows` is the number of
     bytes.
@@ -92,7 +92,7 @@ class CodedRows:
 
 
 def _decoded(source: ColumnRows) -> ColumnRows:
-    """Decode the rows of `CodedRows`; return other `ColumnRows` unchanged."""
+    """Decode the rows of a column; rows that are not encoded are returned unchanged."""
     if not isinstance(source, CodedRows):
         return source
     data = source.data
@@ -106,7 +106,7 @@ def _decoded(source: ColumnRows) -> ColumnRows:
 
 @dataclass
 class BlockContent:
-    """Everything that `write_block` writes to a block file.
+    """Content of a block before it is written: schema, fragments, rows and annotations.
 
     Attributes:
         schema, writer, sequence, fragments, reward_sums: As in `BlockHeader`.
@@ -138,7 +138,9 @@ def code_tables(
     content: BlockContent,
     num_threads: int | None,
 ) -> tuple[dict[str, dict[str, ColumnRows]], dict[str, Coding]]:
-    """Encode the columns of a block that are stored in chunks, unless they are encoded already.
+    """Encode all columns of a block whose codec compresses chunks of rows.
+
+    Columns that are already encoded are not encoded again.
 
     Returns:
         The mapping `content.rows` with encoded columns, and the coding of each field with a codec.
@@ -236,7 +238,7 @@ def _chosen(
 
 
 def _common_coding(codings: Sequence[Coding]) -> Coding:
-    """Return the coding of concatenated chunks, which must all have the same codec."""
+    """Merge the codings of parts of a column that are stored together. All must have one codec."""
     names = {coding.codec for coding in codings}
     assert len(names) == 1, "chunks of one codec would be read as of another"
     return Coding(
@@ -262,7 +264,7 @@ class _Frames:
         self._field = layout.stored[name]
         self._row_bytes = layout.columns[name].row_bytes
         self._per_chunk = frames_per_chunk(content, table, codec, self._field.row_bytes)
-        #: First row of each chunk, then the total number of rows.
+        #: Chunk k contains the rows `_bounds[k]:_bounds[k + 1]`.
         self._bounds = [0]
         #: Numbers of the chunks that contain rows of a fragment. Other chunks are stored empty.
         self._used = list[int]()
@@ -287,7 +289,7 @@ class _Frames:
         return values.view(self._field.numpy_dtype).reshape(high - low, *self._field.shape)
 
     def sample(self) -> list[np.ndarray]:
-        """Read up to `_NUM_SAMPLES` evenly spaced chunks."""
+        """Read a sample of evenly spaced chunks, with which codecs are compared."""
         step = max(1, -(-len(self._used) // _NUM_SAMPLES))
         return [self.read(number) for number in self._used[::step]]
 
@@ -317,7 +319,7 @@ class _Frames:
 def gathered(
     parts: Sequence[tuple[BlockHeader, np.void]],
 ) -> tuple[dict[str, dict[str, ColumnRows]], np.ndarray]:
-    """Concatenate the rows of F fragments from blocks with the same schema.
+    """Concatenate the rows of F fragments, which may be in different blocks of the same schema.
 
     Args:
         parts: Header of the block, and entry of its table of fragments, for each fragment.
@@ -389,7 +391,7 @@ def _joined(parts: Sequence[ColumnRows], column: StoredColumn) -> ColumnRows:
 
 
 def _joined_bounds(bounds: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute the bounds of concatenated parts from the bounds of each part. The result starts at 0.
+    """Compute the bounds of the chunks of several blocks after they were concatenated.
 
     For example, the bounds [0, 2, 5] and [7, 8] become [0, 2, 5, 6].
     """

@@ -55,8 +55,8 @@ from .write_block import TEMPORARY_PREFIX
 
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 4
-#: Exceptions that zip, npy and JSON readers raise for a damaged index cache. RuntimeError is raised
-#: for unusual zip members.
+#: Exceptions that the readers of zip, npy and JSON raise if the index cache is damaged. The zip
+#: reader raises RuntimeError for encrypted or unsupported entries.
 BAD_CACHE = (
     *BAD_METADATA,
     EOFError,
@@ -66,11 +66,11 @@ BAD_CACHE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-#: Resolution in s of the modification times of folders: FAT stores them in steps of 2 s. Two
-#: changes within this time may leave the same modification time, so listings are repeated.
+#: Largest step in s in which a file system stores the modification time of a folder: 2 s for FAT. A
+#: second change within this time may be invisible, so the folder is listed again.
 _COARSE_S = 2.0
-#: Maximum fraction of time for reading the stamps of all known files again. A folder with many
-#: files is therefore checked less often.
+#: Maximum fraction of the running time that is spent on checks of known files for changes. A folder
+#: with many files is therefore checked less often.
 LOOK_SHARE = 0.005
 #: Maximum number of additional scans if an edit was replaced during a scan.
 _NUM_LOOKS = 10
@@ -121,7 +121,7 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def block_entries(data_dir: Path) -> list[os.DirEntry[str]]:
-    """Return the visible HDF5 files of a data folder. Raises the errors of `entries_of`."""
+    """Return the directory entries of all HDF5 files in a data folder, without hidden files."""
     visible = [entry for entry in entries_of(data_dir) if not entry.name.startswith(".")]
     return [entry for entry in visible if entry.name.endswith((".h5", ".hdf5"))]
 
@@ -191,9 +191,9 @@ class BlockFolder:
         return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
     def keep_only(self, blocks: Sequence[Block]) -> None:
-        """Set the attribute `blocks` to the argument `blocks`, for example from another process.
+        """Use a list of blocks that another process has found, instead of the own scan.
 
-        A block is left out if its file was changed or removed. Edits are never left out.
+        A block is left out if its file was changed or removed since. Edits are never left out.
         """
         present = {block.identity for block in self.blocks.values()}
         kept = [block for block in blocks if block.is_edit or block.identity in present]
@@ -238,8 +238,8 @@ class BlockFolder:
         self.blocks |= self.replaced
         opened = self._open_all(listing, [name for name in listing if name not in self._stamps])
         if self._is_schema_fixed:
-            # A writer sets `ends` in metadata.json before it publishes the first block with ends
-            # in annotations. Therefore the file is read again whenever there are new blocks.
+            # New blocks may state trajectory ends in annotations. Their writer has then set the key
+            # `ends` in metadata.json before, so read the file again.
             if opened and not self.has_unknown_ends:
                 _, problem = self._declared_schema()
                 self._report_metadata(problem)
@@ -250,19 +250,22 @@ class BlockFolder:
                 self._forget(name)
             opened |= self._open_all(listing, [name for name in cached if name in listing])
         self._add(opened)
-        # Set last: if this scan is interrupted, the next scan opens the remaining blocks.
+        # This is assigned last, so that after an interruption the next scan opens the other blocks.
         self._stamps = dict(listing)
         self._set_edits_aside()
 
     def _set_edits_aside(self) -> None:
-        """Move the edits that readers ignore from `blocks` to `replaced`, see `ignored_edits`."""
+        """Remove edits from `blocks` that newer edits replace, or that lack some of their parts.
+
+        They are kept in `replaced`, since they count again if the newer edit is deleted.
+        """
         names = ignored_edits(self.blocks, self._stamps)
         self.replaced = {name: self.blocks.pop(name) for name in names}
         if self.replaced:
             self.built = None
 
     def _forget(self, name: str) -> None:
-        """Remove a file from all mappings by file name."""
+        """Remove all that this object knows about a file which was deleted or replaced."""
         del self._stamps[name]
         self.blocks.pop(name, None)
         self.replaced.pop(name, None)
@@ -274,9 +277,9 @@ class BlockFolder:
         listing: Mapping[str, FileStamp],
         names: Sequence[str],
     ) -> dict[str, _Opened]:
-        """Open files; map their names, in order, to the schema and the block of each file.
+        """Open block files in parallel threads; return the schema and the block of each file.
 
-        The errors of damaged files are added to `problems`.
+        The result is ordered by file name. The errors of damaged files are added to `problems`.
         """
         names = sorted(names)
         if names:
@@ -289,11 +292,15 @@ class BlockFolder:
         return opened
 
     def _fix_schema(self, opened: Mapping[str, _Opened]) -> bool:
-        """Choose the schema of this folder. Return whether the blocks from the cache have another.
+        """Choose the schema of this folder from metadata.json and the schemas of its blocks.
 
         The schema in metadata.json is chosen if at least one block has it. Otherwise the most
         frequent schema of the blocks is chosen, since a checksum covers the schema in a block, but
         not metadata.json.
+
+        Returns:
+            Whether the blocks from the index cache have a different schema, so that their files
+            must be opened.
         """
         votes: Counter[Schema] = Counter()
         if self.schema is not None and self.blocks:
@@ -339,7 +346,7 @@ class BlockFolder:
                 known[block.writer, block.sequence] = block
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        """List the files that may be blocks: map their names to size and modification time.
+        """Return size and modification time of each file that may be a block, by file name.
 
         If no file was added or removed, this takes one system call and returns the same object. A
         file that is overwritten in place is detected after a second, or after 200 times the
@@ -365,9 +372,10 @@ class BlockFolder:
         return self._found
 
     def _list_files(self, is_full: bool) -> dict[str, FileStamp]:
-        """List the files that may be blocks: map their names to size and modification time.
+        """List the folder: map the name of each file that may be a block to its size and time.
 
-        Without `is_full`, size and time are read only of files that are not in the last listing.
+        Without `is_full`, size and modification time are read only for files that are not in the
+        last listing.
         """
         known = {} if is_full else self._found
         inodes_before = self._inodes
@@ -409,7 +417,9 @@ class BlockFolder:
             self.problems[METADATA_NAME] = problem
 
     def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:
-        """Read the schema in metadata.json, and set `has_unknown_ends`.
+        """Read from metadata.json the schema, and whether some episode ends are unknown.
+
+        The attribute `has_unknown_ends` is set to the second value.
 
         Returns:
             The schema, or None if it cannot be read; and the error of a damaged file, or None.
@@ -428,7 +438,7 @@ class BlockFolder:
             return None, problem
 
     def read_document(self) -> dict[str, Any]:
-        """Read metadata.json as a dict. Raises the errors of `folder_metadata.read_document`."""
+        """Read metadata.json as a dict, without checking its keys."""
         return read_document(self.data_dir / METADATA_NAME)
 
     def header_of(self, block: Block) -> BlockHeader:
@@ -473,9 +483,10 @@ class BlockFolder:
         return header.schema, block
 
     def _fragment_sums(self, header: BlockHeader, stamp: FileStamp) -> FragmentSums | None:
-        """Return None: the rows of local files are checked only by `verify_on_open`.
+        """Return the checksums of rows to compare at each read; None for local files.
 
-        Folders at URLs return the checksums of the rows, which each read then checks.
+        Folders at URLs return the checksums. The rows of local files are checked only with
+        `verify_on_open`.
         """
         return None
 
@@ -623,7 +634,7 @@ def _unreadable(path: Path, error: OSError) -> CorruptFileError:
 
 
 def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the metadata of a data folder as a dict with the keys of metadata.json and totals.
+    """Return the content of metadata.json with the total numbers of frames and trajectories.
 
     `total_timesteps` and `total_trajectories` count the trajectories that a reader finds in the
     blocks. Damaged blocks do not count.

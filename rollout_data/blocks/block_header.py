@@ -62,22 +62,22 @@ CODECS = "codecs"
 # The two tables of a block: rows of frames, and rows of final observations.
 DATA = "data"
 FINAL = "final"
-# Bits of `flags` of a fragment.
+# Bits of the flags of a fragment, which state whether the trajectory starts or ends in it, and how.
 FIRST = 1
 TERMINATED = 2
 TRUNCATED = 4
 OPEN = 8
 TENTATIVE = 16
 DROPPED = 32
-#: This bit means that only the final observation was recorded, without its privileged part. The row
-#: in the table "final" then repeats the privileged observation of the last frame.
+#: Flag of a fragment whose final observation has no privileged part. The stored final row then
+#: repeats the privileged observation of the last frame.
 FINAL_OBSERVATION_ONLY = 64
-#: This bit, together with `OPEN`, means that the original data do not state how the trajectory
-#: ended. It is set only in memory.
+#: Flag, in addition to `OPEN`, of a trajectory whose original data do not state how it ended. It is
+#: set only in memory.
 END_UNKNOWN = 128
-#: Bits for the end of a trajectory. Its last fragment has at least one of them.
+#: Flags for the ways in which a trajectory ends. Its last fragment has at least one of these flags.
 ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
-#: Bits for the end of a trajectory that was not dropped.
+#: Flags for the ways in which a trajectory ends that is kept, that is, not dropped.
 COMPLETE = TERMINATED | TRUNCATED | OPEN
 #: Maximum size of a metadata.json in bytes. A larger file is damaged or malicious.
 MAX_METADATA_BYTES = 1 << 24
@@ -85,11 +85,11 @@ MAX_METADATA_BYTES = 1 << 24
 MAX_TEXT_BYTES = 1 << 17
 # A table may be a hole in a sparse file: it needs no disk space, but its reader needs memory. The
 # following limits keep a small malicious file from filling the memory. `_Tables.read` applies them.
-#: Maximum bytes of a hole, whatever the number of fragments.
+#: Maximum bytes of a table that is a hole, if the block has few fragments.
 MAX_HOLLOW_BYTES = 1 << 20
-#: Maximum bytes of a hole per fragment: 128 rewards or 256 checksums.
+#: Maximum bytes per fragment of a table that is a hole: 128 rewards or 256 checksums.
 MAX_HOLLOW_ROW_BYTES = 1024
-#: Upper limit for the product of `MAX_HOLLOW_ROW_BYTES` and the number of fragments.
+#: Maximum bytes of a table that is a hole, if the block has many fragments.
 MAX_HOLLOW_TABLE_BYTES = 64 << 20
 
 #: Bytes of rows that are written or checked at a time. 1 MiB stays in the second-level cache; 4 MiB
@@ -290,7 +290,7 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
         ForeignFileError: The file is no block, or a block of a newer release.
         UnsafeFileError: The file refers to other files by links, or by external or virtual storage.
     """
-    # A `RemotePath` must keep its class, so only texts are converted.
+    # Do not convert paths: the class of a `RemotePath` is needed to fetch the file.
     path = path if isinstance(path, Path) else Path(path)
     try:
         with open_hdf5(path, opened) as (file, guarded):
@@ -312,12 +312,12 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
 
 
 def _header_error(problem: str) -> CorruptFileError:
-    """Build the error for a damaged header. `read_header` adds the file name."""
+    """Build the error for a damaged block header. The caller adds the file name."""
     return CorruptFileError(f"{problem}.", kind="header")
 
 
 def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeader:
-    """Read and check the header of an open block; errors do not name the file."""
+    """Read and check the header of an open block. The caller adds the file name to errors."""
     tables = _Tables(path, file, guarded)
     schema, codings = _read_attributes(path, file)
     fragments = tables.read("fragments", FRAGMENT_DTYPE, (-1,))

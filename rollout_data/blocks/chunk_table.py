@@ -49,7 +49,7 @@ class Coding:
 
     @property
     def chain(self) -> ChunkCodec:
-        """Codec that compresses chunks, without the conversion of the values in each row."""
+        """Codec that compresses entire chunks, after the values of single rows were converted."""
         return find_codec(self.codec).chunks or chunk_codec("raw")
 
 
@@ -64,7 +64,9 @@ def codings_text(codings: Mapping[str, Coding]) -> str:
 
 
 def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
-    """Parse the JSON from `codings_text`. Every field that is stored in chunks must have a coding.
+    """Parse the JSON text that describes how each field of a block is encoded.
+
+    Every field that is stored in chunks must have a coding.
 
     Raises:
         ValueError, LookupError, TypeError, RolloutDataError: The text is damaged, or contradicts
@@ -255,7 +257,7 @@ def check_parts(
     sums: Sequence[int],
     expected: int,
 ) -> None:
-    """Check the CRC-32 of each of several consecutive chunks, and the CRC-32 of all their bytes.
+    """Check the bytes of consecutive chunks against the CRC-32 of each chunk and of all together.
 
     Args:
         read: Function that yields the bytes `start:stop` of the file in parts, to save memory.

@@ -13,7 +13,8 @@ from storage.errors import CorruptFileError
 from .row_layout import StoredColumn
 
 _POLYNOMIAL = 0xEDB88320
-#: Maximum number of bytes to search for a damaged byte. A million bytes take a quarter of a second.
+#: Maximum bytes of rows in which a damaged byte is located. A million bytes take a quarter of a
+#: second.
 _MAX_SEARCHED = 1 << 22
 
 
@@ -34,7 +35,7 @@ class DamagedRowsError(CorruptFileError):
 
 @lru_cache(maxsize=1)
 def _crc_tables() -> tuple[list[int], dict[int, int], frozenset[int]]:
-    """Compute three tables, with which `damaged_byte` runs the CRC-32 register backwards.
+    """Compute the tables that are needed to calculate a CRC-32 backwards, from its last byte on.
 
     Returns:
         The usual table of 256 CRC-32 values. The index in this table of each highest byte, which is
@@ -78,7 +79,10 @@ def located(
     start: int,
     stop: int,
 ) -> tuple[tuple[str, ...], int, int]:
-    """Return a triple (damaged fields, first row, stop row) for damage in the rows `start:stop`.
+    """Return the fields and the range of rows in which the rows `start:stop` are damaged.
+
+    If a single byte is wrong, this is one field of one row. Otherwise these are all fields of all
+    rows. The result is a triple (field names, first row, stop row).
 
     Args:
         column: Column of the rows.

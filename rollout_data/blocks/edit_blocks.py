@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping
 
 from .block import FIRST_EDIT, Block
 
-#: An edit has fewer parts than this number. The sequence number of an edit is `FIRST_EDIT` +
-#: generation * `MAX_PARTS` + number of parts.
+#: Exclusive upper limit of the number of blocks of one edit. The sequence number of an edit is
+#: `FIRST_EDIT` + generation * `MAX_PARTS` + number of blocks.
 MAX_PARTS = 10**6
 _NAME = re.compile(r"rollout_([A-Za-z0-9-]{1,100})_(\d{16,18})\.h5")
 
 
 def edit_sequence(generation: int, num_parts: int) -> int:
-    """Return the sequence number that all parts of an edit share.
+    """Compute the sequence number of an edit, which all blocks of this edit have in common.
 
     Args:
         generation: Number of the edit in its folder, counted from 1. Newer edits have a higher
@@ -32,7 +32,7 @@ def edit_sequence(generation: int, num_parts: int) -> int:
 
 
 def generation_of(sequence: int) -> int:
-    """Return the generation of an edit from its sequence number, see `edit_sequence`."""
+    """Return the number of an edit in its folder, counted from 1, from its sequence number."""
     return (sequence - FIRST_EDIT) // MAX_PARTS
 
 
@@ -45,9 +45,9 @@ def named_edit(name: str) -> tuple[str, int] | None:
 
 
 def ignored_edits(blocks: Mapping[str, Block], names: Iterable[str]) -> set[str]:
-    """Return the file names of edits that readers ignore.
+    """Return the file names of edits that a newer edit replaces, or that have missing parts.
 
-    Readers ignore an edit that a newer edit replaces, and an edit with missing parts.
+    Readers ignore these edits.
 
     Args:
         blocks: Maps file names to blocks, for the blocks that can be read.

@@ -67,7 +67,10 @@ class Metadata:
 
     @classmethod
     def of_schema(cls, schema: Schema, context: Mapping[str, Any] | None = None) -> Metadata:
-        """Build metadata from a schema: its fields below "observation" are the components."""
+        """Build the metadata of a folder whose blocks have this schema.
+
+        Fields such as "observation/camera" are the components of the observation.
+        """
         below = schema.below("observation")
         components = {
             name.partition("/")[2]: item for name, item in below.items() if name != "observation"
@@ -88,7 +91,10 @@ class Metadata:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Metadata:
-        """Parse the content of a metadata.json. Trajectory folders have no key "fields"."""
+        """Parse the content of a metadata.json.
+
+        The key "fields" is missing in the earlier folder format of this library.
+        """
         segments = {
             name: _shape(shape) for name, shape in (document.get("obs_segments") or {}).items()
         }
@@ -161,11 +167,10 @@ def publish_metadata(
 
 
 def mark_noted_ends(folder: Path) -> None:
-    """Write `"ends": "unknown"` to metadata.json.
+    """Record in metadata.json that the metadata of episodes state how the episodes ended.
 
-    Readers then look into the metadata of each episode to know how the episode ended. Call this
-    before publishing the first block whose episodes state their end in this way. Otherwise readers
-    of the new block could miss these ends.
+    Call this before publishing the first block with such metadata. Otherwise readers of the new
+    block could miss how its episodes ended. The entry is `"ends": "unknown"`.
 
     Raises:
         OSError: The folder cannot be written.

@@ -92,8 +92,8 @@ class RowLayout:
         self.columns = {column.name: column for column in columns}
         self.column_of = {name: column for column in columns for name in column.offsets}
 
-        #: Maps fields to first byte, end, dtype and shape. Computed once, since small batches
-        #: spend much of their time on creating views.
+        #: Maps each field to its first and stop byte in a row, dtype and shape. Computed once,
+        #: since small batches spend much of their time on creating views.
         self._spans: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
         for column in columns:
             for name, start in column.offsets.items():
@@ -198,7 +198,7 @@ def _pack(fields: list[Field]) -> StoredColumn:
 
 
 class Grid(NamedTuple):
-    """Arrangement of gathered rows in the leading axes of a batch.
+    """Positions of the gathered rows in a batch with one or two leading axes.
 
     Element `[i, j]` of the batch is row `first + i * steps[0] + j * steps[1]`. `sizes` are the
     sizes of the leading axes, such as (windows, frames).
@@ -230,7 +230,7 @@ class FrameRows:
 
 
 class FrameCut:
-    """Callable that returns one tensor of a batch as a cut of the gathered rows.
+    """Function object that extracts one tensor of a batch from the gathered rows.
 
     The tensor is one field, or the concatenation of several components.
 
@@ -284,7 +284,7 @@ class FrameCut:
 
 
 def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, FrameCut]:
-    """Map the name of each tensor of a batch to the `FrameCut` that returns it from gathered rows.
+    """Map the name of each tensor of a batch to a function that extracts it from gathered rows.
 
     With `is_joined`, the components of each name in `groups` are concatenated to one tensor.
     """
@@ -299,6 +299,9 @@ def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict
 
 
 def put(values: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
-    """Assign `values[at] = rows`. `values` must be contiguous and may have an unsigned dtype."""
+    """Assign `values[at] = rows` for any dtype, also unsigned ones, which torch does not support.
+
+    `values` must be contiguous.
+    """
     dtype = _WRITABLE.get(values.dtype, values.dtype)
     values.view(dtype)[at] = rows.view(dtype)

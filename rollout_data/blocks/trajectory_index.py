@@ -178,7 +178,7 @@ class TrajectoryIndex:
         self.num_dropped = int(is_dropped.sum())
         self.num_broken = int(is_broken.sum())
 
-        # Positions of the kept trajectories, in the order of completion.
+        # Groups of fragments that form a kept trajectory, in the order of completion.
         kept = np.flatnonzero(~is_broken & ~is_dropped & ~is_undecided & (lengths > 0))
         heads = first[kept]
         order = np.lexsort((trajectory[heads], writer[heads], ends[kept]))
@@ -193,8 +193,8 @@ class TrajectoryIndex:
         self.final_block = np.where(finals >= 0, block[finals], -1)
         self.final_row = np.where(finals >= 0, final_row[finals], -1)
 
-        # Sort the fragments in the same order. `rank` is the trajectory of each fragment; -1 if it
-        # is not kept.
+        # Sort the fragments by trajectory. `rank` is the trajectory of each fragment; -1 if the
+        # trajectory is not kept.
         rank_of_group = np.full(len(first), -1, np.int64)
         rank_of_group[kept] = np.arange(len(kept))
         rank = rank_of_group[group]
@@ -280,9 +280,9 @@ class TrajectoryIndex:
 
     @cached_property
     def first_fragment(self) -> Int64s:
-        """Position of each trajectory's first fragment, then the number of all fragments.
+        """Bounds of the trajectories in the list of fragments, int64 `[M + 1]`.
 
-        Shape and dtype: int64 `[M + 1]`.
+        Trajectory i consists of the fragments `first_fragment[i]:first_fragment[i + 1]`.
         """
         first: Int64s = self.fragment_frame.searchsorted(self.first_frame)
         return first
@@ -306,7 +306,7 @@ class TrajectoryIndex:
 
         The error names the missing blocks.
         """
-        # An index that was built from the cache does not know the writers, so build it again.
+        # The index cache does not store which writers have missing blocks, so compute them again.
         broken_writers = TrajectoryIndex(self.blocks)._broken_writers.tolist()
         named = []
         for writer in (self.writers[number] for number in broken_writers):
@@ -357,7 +357,10 @@ class TrajectoryIndex:
         return numbers
 
     def edits(self) -> dict[str, int]:
-        """Map each writer that has an edit to the position of this edit in `blocks`."""
+        """Map writers to the position in `blocks` of the edit that changes their trajectories.
+
+        Writers without an edit are left out.
+        """
         return {block.writer: number for number, block in enumerate(self.blocks) if block.is_edit}
 
     def lost_block(self, block: int, reason: str = "", is_gone: bool = True) -> LostBlockError:
@@ -399,8 +402,9 @@ class TrajectoryIndex:
         return is_unknown
 
     def random_keys(self, trajectories: Int64s, seed: int, with_folder: bool = True) -> np.ndarray:
-        """Return a pseudorandom uint64 number for each trajectory, the same in every snapshot.
+        """Return a pseudorandom uint64 number for each trajectory, with which epochs are shuffled.
 
+        A trajectory has the same number in every snapshot, also after others were added.
         With `with_folder`, the number also depends on the data folder. Otherwise copies of a
         trajectory in several folders have equal numbers.
         """
@@ -564,8 +568,9 @@ def stable_order(keys: np.ndarray) -> Int64s:
 
 
 def share_of(number: int, *shares: float) -> int:
-    """Return the size of a share of `number` items: `number * sum(shares)`, rounded half up.
+    """Return the number of items in a fraction of a data set: `number * sum(shares)`, rounded.
 
+    Halves are rounded up.
     A float counts as the decimal fraction that Python prints: 0.3 is exactly 3/10. Rounding errors
     of floats therefore never change the result.
     """

@@ -280,12 +280,9 @@ def _system_call(name: str) -> Callable[..., object] | None:
 def _reserve_tables(
     file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]
 ) -> dict[str, int]:
-    """Reserve space in the file for rows, checksums and the arrays `plain`.
+    """Create the HDF5 datasets of a block without their content; return their byte offsets by name.
 
-    `write_block_file` writes them later at the returned offsets, without HDF5.
-
-    Returns:
-        Maps the names of datasets to byte offsets in the file.
+    Rows, checksums and the arrays `plain` are later written at these offsets without HDF5.
     """
     offsets = {name: reserve(file, name, array.dtype, array.shape) for name, array in plain.items()}
     for table, layout in layouts_of(content.schema).items():
