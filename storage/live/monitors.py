@@ -1,4 +1,4 @@
-"""Monitors: statistics of the items of a buffer, event rates and durations of code, as numbers.
+"""Monitors of a training run: statistics of buffer items, event rates and durations of code.
 
 A monitor records values when its methods are called and returns statistics on request. Monitors
 start no thread and write no file. They keep a window of fixed size. All methods are thread-safe.
@@ -34,7 +34,7 @@ _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
     "p95": lambda durations: np.percentile(durations, 95),
     "max": np.max,
 }
-#: Result of `_summary` for no values: number of values, sum, maximum, minimum.
+#: Statistics of no values: number of values, sum, maximum, minimum.
 _NOTHING: npt.NDArray[np.float64] = np.array([0.0, 0.0, -np.inf, np.inf])
 
 
@@ -69,7 +69,7 @@ class NaturalMonitor(Monitor):
     Args:
         window_s: Length of the time window in seconds, above 0.
         num_slices: Number of slices of the window. The window moves by one slice at a time, so its
-            length is exact to one slice.
+            length varies by one slice.
         clock: Function that returns monotonic time in seconds.
     """
 
@@ -134,7 +134,7 @@ class NaturalMonitor(Monitor):
 
 
 class TickMonitor(Monitor):
-    """Mean, maximum and minimum of each quantity in `FIELDS` over the last `window` ticks.
+    """Mean, maximum and minimum of quantities, such as priority, over the last `window` ticks.
 
     A tick is one call of `record`, with one value per item or one value for all items of the call.
     Means are over items, not over ticks. Each quantity takes `window` rows of 4 numbers.
@@ -248,7 +248,7 @@ class BufferMonitor(Monitor):
 
 
 class PerformanceMonitor(Monitor):
-    """Durations of named pieces of code.
+    """Recorder of the durations of named pieces of code.
 
     Args:
         window: Number of durations that are kept per name, newest first; at least 1.

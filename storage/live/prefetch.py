@@ -31,7 +31,8 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
     mappings become dicts. A mapping with a method `to`, such as a `TensorDict`, is moved by this
     method.
     """
-    # Copies to the CPU are synchronous. Otherwise the host could read incomplete results.
+    # Copies to the CPU are synchronous, since the host could read the result of an asynchronous
+    # copy too early.
     is_async = device.type != "cpu"
     if isinstance(item, torch.Tensor):
         if device.type == "cuda" and item.device.type == "cpu" and pin:
@@ -61,7 +62,7 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
 
 
 def _made_like(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Build a mapping of the type of `item` from the dict `moved`.
+    """Convert the dict `moved` to the mapping type of `item`.
 
     Returns `moved` itself if the constructor of the type does not accept a dict.
     """
@@ -93,8 +94,9 @@ class PipelinedDataCollector(Unique, Generic[T]):
     Raises:
         RuntimeError: An iteration begins while another iteration is open.
 
-    Items are produced before the consumer requests them, so that they may be outdated. When an item
-    is delivered, `last_lag` later items have begun, at most `max_lag`.
+    Items are produced before the consumer requests them, so that they may be outdated. `last_lag`
+    is the number of later items whose production had begun when the last item was delivered. It is
+    at most `max_lag`.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
         self.stamp = stamp
         #: Result of `stamp` for the last delivered item.
         self.last_stamp: Any = None
-        #: Number of later items that the thread had begun when the last item was delivered.
+        #: Number of later items whose production had begun when the last item was delivered.
         self.last_lag = 0
         self._current: _Producer | None = None
         self._lock = threading.Lock()
@@ -157,8 +159,8 @@ class PrefetchedItems(Owned, Iterator[T]):
     """One iteration of a `PipelinedDataCollector`.
 
     `close` and the end of a `with` block stop the producer and wait for its thread. If the garbage
-    collector deletes the iteration, nothing waits for the thread. The garbage collector may run
-    while a lock is held that the thread needs.
+    collector deletes the iteration, nothing waits for the thread, since the garbage collector may
+    run while the deleting thread holds a lock that the producer needs.
     """
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
@@ -204,13 +206,13 @@ class PrefetchedItems(Owned, Iterator[T]):
         self._producer.close()
 
     def abandon(self) -> Worker:
-        """Stop the producer without a wait. Close the returned `Worker` to wait for the thread."""
+        """Stop the producer without a wait. `close` of the returned `Worker` waits for it."""
         self._producer.abandon()
         return self._producer.worker
 
 
 class _Made(NamedTuple):
-    """Result of a production: an item, its stamp and the CUDA event of its copy; or an error."""
+    """Produced item, its stamp and the CUDA event after its copy; or the error of the source."""
 
     item: Any = None
     copied: Any = None
@@ -218,12 +220,12 @@ class _Made(NamedTuple):
     failure: BaseException | None = None
 
 
-#: Result of each production after the last item.
+#: Marks the end of the source.
 _END = _Made()
 
 
 class _Producer:
-    """Producer of the items of one iteration.
+    """Background production of the items of one iteration.
 
     It has no reference to the iteration. The iteration can therefore be deleted while the thread
     runs, and its deletion stops the producer.
@@ -287,7 +289,7 @@ class _Producer:
         self.stop()
 
     def stop(self) -> None:
-        """Stop the production, release the source in its thread, and wait for the thread.
+        """Stop the production, delete the source in the background thread, and wait for the thread.
 
         A call from the background thread itself does not wait. Does nothing in a forked child.
         """
@@ -319,7 +321,7 @@ class _Producer:
 
 
 def _abandon(producer: weakref.ref[_Producer]) -> None:
-    """Abandon the producer of a deleted iteration, if the producer still exists."""
+    """Stop the producer of a deleted iteration without a wait, if the producer still exists."""
     existing_producer = producer()
     if existing_producer is not None:
         existing_producer.abandon()
@@ -328,7 +330,7 @@ def _abandon(producer: weakref.ref[_Producer]) -> None:
 def _wait_for_copy(item: Any, event: Any) -> None:
     """Make the current CUDA stream wait for the copy of an item.
 
-    The memory of the item is reused only after the stream has done its work.
+    torch reuses the memory of the item only after the stream has done its work.
     """
     stream = torch.cuda.current_stream()
     stream.wait_event(event)

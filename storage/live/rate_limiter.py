@@ -1,11 +1,12 @@
-"""`RateLimiter`: limits of the ratio between sampled and inserted items.
+"""`RateLimiter`: keeps the ratio between sampled and inserted items within bounds.
 
 A learner that samples too often overfits to few new items; a learner that samples too rarely wastes
 items. The limiter counts items and admits, delays or refuses operations. It has no reference to a
 buffer.
 
-The balance is `samples_per_insert * (inserted - min_inserts) - sampled`. The limiter keeps the
-balance in `[-tolerance, tolerance]` (the sample-to-insert ratio of Cassirer et al. 2021).
+The balance is the number of items to sample until the target ratio is reached:
+`samples_per_insert * (inserted - min_inserts) - sampled`. The limiter keeps the balance in
+`[-tolerance, tolerance]` (the sample-to-insert ratio of Cassirer et al. 2021).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _COUNTS = ("num_inserted", "num_sampled")
 
 
 class RateLimitedError(RolloutDataError, RuntimeError):
-    """The rate limiter refused an insertion or a draw, also after a wait of `timeout_s`."""
+    """The rate limiter refused an insertion or a draw, possibly after a wait."""
 
 
 class RateLimiter:
@@ -62,8 +63,8 @@ class RateLimiter:
             timeout_s = real("timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
         self.timeout_s = timeout_s
         self.num_inserted = self.num_sampled = 0
-        #: Items of the largest draw, and of the largest insertion, so far. They determine the
-        #: minimum of `tolerance`.
+        #: Numbers of items in the largest draw and in the largest insertion so far. They determine
+        #: the minimum of `tolerance`.
         self._largest = [1, 1]
         self._is_closed = False
         self._changed = threading.Condition()
@@ -76,21 +77,21 @@ class RateLimiter:
     def insert(self, num_items: int = 1, waits: bool = True) -> bool:
         """Admit and count an insertion of `num_items` items. Return False if it is refused.
 
-        A refused insertion is not counted.
-        With `waits`, the call may wait until the insertion is within the bounds.
+        A refused insertion is not counted. If `waits` is True and the limiter is blocking, the call
+        waits until the balance permits the insertion, for at most `timeout_s`.
         """
         return self._pass(num_items, True, waits)
 
     def sample(self, num_items: int = 1, waits: bool = True) -> bool:
         """Admit and count a draw of `num_items` items. Return False if it is refused.
 
-        A refused draw is not counted.
-        With `waits`, the call may wait until the draw is within the bounds.
+        A refused draw is not counted. If `waits` is True and the limiter is blocking, the call
+        waits until the balance permits the draw, for at most `timeout_s`.
         """
         return self._pass(num_items, False, waits)
 
     def wait(self, num_items: int, is_push: bool, start_s: float) -> bool:
-        """Wait until an operation would be admitted, without counting it. Return whether it would.
+        """Wait until the balance permits an operation, and return whether it does. Counts nothing.
 
         The wait ends `timeout_s` seconds after `start_s` on the clock of `time.monotonic()`.
         """
@@ -104,14 +105,14 @@ class RateLimiter:
             return True
 
     def may_sample(self, num_items: int = 1) -> bool:
-        """Return whether a draw would be admitted without a wait. Counts nothing."""
+        """Return whether the balance permits a draw now. Counts nothing."""
         with self._changed:
             num_items = _checked(num_items)
             self._largest_with(num_items, is_push=False)
             return self._may(num_items, is_push=False)
 
     def may_insert(self, num_items: int = 1) -> bool:
-        """Return whether an insertion would be admitted without a wait. Counts nothing."""
+        """Return whether the balance permits an insertion now. Counts nothing."""
         with self._changed:
             return self._may(_checked(num_items), is_push=True)
 
@@ -146,7 +147,7 @@ class RateLimiter:
         self._set(*(whole(name, state.get(name), 0) for name in _COUNTS))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the constructor arguments of an equal limiter."""
+        """Return the constructor arguments as JSON values."""
         return {name: getattr(self, name) for name in _ARGUMENTS}
 
     def _set(self, num_inserted: int, num_sampled: int) -> None:
@@ -173,7 +174,7 @@ class RateLimiter:
 
     def _may(self, num_items: int, is_push: bool) -> bool:
         is_filling = self.num_inserted < self.min_inserts
-        # Before `min_inserts` all draws are refused, so that an insertion must not wait for a draw.
+        # Before `min_inserts` no draw is admitted, so an insertion must not wait for one.
         if is_push:
             return (
                 is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
@@ -181,7 +182,7 @@ class RateLimiter:
         return not num_items or (not is_filling and self.balance - num_items >= -self.tolerance)
 
     def _largest_with(self, num_items: int, is_push: bool) -> list[int]:
-        """Return the value of `_largest` after an operation of `num_items` items.
+        """Return the largest numbers of items per draw and per insertion, with a new operation.
 
         Raises:
             UsageError: `tolerance` is too small for these numbers of items. Insertions and draws
