@@ -1,4 +1,4 @@
-"""`SimpleReplayBuffer`: a `DictBuffer` with the interface of FastTD3's and FastSAC's buffer.
+"""`SimpleReplayBuffer`: replacement for the replay buffer of FastTD3 and FastSAC.
 
 This module only converts names and types. `tensordict` is imported when a batch is drawn. One line
 of the trainer changes:
@@ -17,9 +17,10 @@ from ..errors import SchemaError
 from ..replay.dict_buffer import DictBuffer
 from .step_pairs import StepPairs
 
-#: Flag of steps after which an environment was reset although the trainer set no end flag.
+#: Field that marks steps after which an environment was reset without an end flag.
 _CUT = "cut"
-#: Field with the number of the step. Two such numbers give the number of summed rewards.
+#: Field with the number of each step. The difference between the first and the last step of a
+#: transition is the number of summed rewards.
 _STEP = "step"
 _OBSERVATIONS = "observations"
 _CRITIC = "critic_observations"

@@ -1,4 +1,4 @@
-"""`RslRlStorage`: a `RolloutStorage` with the interface of the storage of rsl-rl-lib 5.
+"""`RslRlStorage`: replacement for the rollout storage of rsl-rl-lib 5.
 
 This module only converts names and types. Observations are `TensorDict`s, mini-batches are objects,
 and an action distribution may have any number of parameters. The package of rsl_rl is not imported.
@@ -27,8 +27,7 @@ from ..onpolicy.transition_columns import Column, Transition, declare_fields, in
 from ..saving.saved_store import State
 
 _BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
-#: Names of the columns of `RolloutStorage` that each training type uses. `declare_columns` adds the
-#: columns that only rsl_rl has.
+#: Names of the columns that each training type uses, without the columns that only rsl_rl has.
 _COLUMNS = {
     "rl": _BOTH | {"values", "actions_log_prob", "returns", "advantages"},
     "distillation": _BOTH,
@@ -38,7 +37,7 @@ _PARAMETERS = "distribution_params"
 
 @dataclass
 class Batch:
-    """Mini-batch of an `RslRlStorage`. Fields that the training type does not use are None."""
+    """Mini-batch for an algorithm of rsl_rl. Fields that the training does not use are None."""
 
     observations: Any = None
     actions: torch.Tensor | None = None
@@ -133,8 +132,8 @@ class RslRlStorage(RolloutStorage):
     def declare_columns(self) -> list[Column]:
         """Return the columns that the training type uses.
 
-        The first transition determines number and shapes of the distribution parameters. Before
-        it, their column has no fields.
+        The first transition determines number and shapes of the distribution parameters. Until
+        then, the column of the parameters has no fields.
         """
         columns = [
             column
@@ -199,7 +198,7 @@ class RslRlStorage(RolloutStorage):
     ) -> Iterator[Any]:
         """Yield shuffled mini-batches of rows.
 
-        `options` are those of `RolloutStorage.mini_batch_generator`. They are ignored if `compat`
+        `options` are passed to `RolloutStorage.mini_batch_generator`. They are ignored if `compat`
         is True.
         """
         options_of_call = {"reshuffle": "once"} if self.compat else options
@@ -214,8 +213,8 @@ class RslRlStorage(RolloutStorage):
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
         if self.compat:
-            # The same call as in rsl_rl, for equal permutations. torch draws other numbers for
-            # another dtype or number of rows.
+            # Call torch exactly as rsl_rl does, to draw equal permutations. The result depends on
+            # the dtype and the number of rows.
             return sent(
                 torch.randperm(num_used, generator=self.rng, device=self.rng.device), self.device
             )
@@ -273,7 +272,7 @@ class RslRlStorage(RolloutStorage):
         )
 
     def _declare_parameters(self, fields: tuple[Field, ...]) -> None:
-        """Set shapes and dtypes of the distribution parameters, and allocate all columns again."""
+        """Set shapes and dtypes of the distribution parameters, and reallocate all columns."""
         self._parameters = fields
         self._make_table(self.num_transitions_per_env)
 

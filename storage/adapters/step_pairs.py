@@ -1,8 +1,8 @@
 """`StepPairs`: adds steps with next observations to a buffer that stores each observation once.
 
 Trainers of other libraries pass the observations before and after each step. The observation after
-a step is also the observation before the following step. A ring of such pairs would store each
-observation twice.
+a step is also the observation before the following step. A buffer that stores both with each step
+would store each observation twice.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _Columns = dict[str, torch.Tensor]
 class StepPairs:
     """Writer of steps with next observations to a `DictBuffer` that stores each observation once.
 
-    `add` keeps the newest step until the next call, because it must compare two steps. If the next
-    observation of a step differs from the observation of the following step, the environment was
-    reset in between. If the earlier step has no end flag, such a reset cuts the trajectory: the
-    flags `cut_names` of the earlier step are set, and its next observation is stored as the final
-    observation.
+    If the next observation of a step differs from the observation of the following step, the
+    environment was reset in between. If the earlier step has no end flag, such a reset cuts the
+    trajectory: the flags `cut_names` of the earlier step are set, and its next observation is
+    stored as the final observation. To compare two steps, `add` keeps the newest step until the
+    next call.
 
     Args:
         buffer: Buffer that stores the steps.
@@ -40,7 +40,7 @@ class StepPairs:
         self._cut_names = set(cut_names)
         self._end_names = {flat_name(key) for key in listed(buffer.end_key)}
         self._lock = threading.Lock()
-        #: Order of the reads and writes of `_waiting` by different CUDA streams.
+        #: Synchronization of the CUDA streams that read and write `_waiting`.
         self._order = StreamOrder(buffer.device)
         #: Fields and next observations of the newest step; None before the first call of `add`.
         self._waiting: tuple[_Columns, _Columns] | None = None
@@ -72,7 +72,7 @@ class StepPairs:
                 self._write(*waiting, {name: steps[name][:1] for name in following})
                 self._waiting = None
             if waiting is None or num_steps > 1:
-                # Writing no rows, at the first call with one step, still checks all fields.
+                # A first call with one step writes no rows here, but the buffer checks all fields.
                 self._write(
                     {name: x[:-1] for name, x in steps.items()},
                     {name: x[:-1] for name, x in following.items()},
@@ -87,12 +87,12 @@ class StepPairs:
             )
 
     def _write(self, steps: _Columns, following: _Columns, later: _Columns) -> None:
-        """Write steps to the buffer.
+        """Write steps to the buffer, and mark the steps after which a reset cuts a trajectory.
 
         Args:
             steps: Fields `[T, num_envs, *event]`.
             following: Observations `[T, num_envs, *event]` after these steps.
-            later: Observations `[T, num_envs, *event]` at the beginning of the steps after these.
+            later: Observations `[T, num_envs, *event]` before the following step of each step.
         """
         differences = [following[name] != later[name] for name in following]
         flags = [steps[name] for name in self._end_names & steps.keys()]
@@ -110,7 +110,7 @@ class StepPairs:
 
 
 def _copied(columns: _Columns, memory: _Columns) -> _Columns:
-    """Copy tensors, into `memory` if its tensors have the same names, types and shapes."""
+    """Copy tensors. Reuse the tensors in `memory` if their names, types and shapes are equal."""
     if _layout(columns) == _layout(memory):
         torch._foreach_copy_([memory[name] for name in columns], list(columns.values()))
         return memory
@@ -127,5 +127,5 @@ def _any_set(flags: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _rows(columns: _Columns) -> dict[str, object]:
-    """Return nested fields `[T * num_envs, *event]` of fields `[T, num_envs, *event]`."""
+    """Join the axes of time and environment of each field, and nest the fields by name."""
     return unflatten({name: x.flatten(0, 1) for name, x in columns.items()})

@@ -1,4 +1,4 @@
-"""`ReplayBuffer` and `PrioritizedReplayBuffer`: buffers with the methods of torchrl's buffers.
+"""`ReplayBuffer` and `PrioritizedReplayBuffer`: replacements for the buffers of torchrl.
 
 Arguments and results are `TensorDict`s. This module only converts names and shapes. torchrl is not
 imported. `tensordict` is imported when a batch is drawn.
@@ -22,8 +22,8 @@ from ..prioritized.prioritized_windows import PrioritizedWindows
 from ..replay.dict_buffer import DictBuffer
 from .step_pairs import StepPairs
 
-#: Last parts of the names of rewards and flags. All other fields that exist both in the root and
-#: below `next` are observations.
+#: Names, without parent levels, of rewards and flags. All other fields that exist both in the root
+#: and below `next` are observations.
 _OF_STEP = ("reward", "done", "terminated", "truncated")
 #: Flags to set in a step after which the environment was reset without an end flag.
 _CUT_NAMES = ("truncated", "done")
@@ -161,7 +161,7 @@ class PrioritizedReplayBuffer:
         self.priority_key = priority_key
 
     def __len__(self) -> int:
-        """Return the number of rows or windows that may be drawn. This waits for a GPU buffer."""
+        """Return the number of rows or windows that may be drawn. Waits for the GPU, if any."""
         if isinstance(self.buffer, PrioritizedWindows):
             return len(self.buffer)
         return self.buffer.count()
@@ -207,11 +207,11 @@ class PrioritizedReplayBuffer:
         return _tensordict({**rows, "index": ids, "priority_weight": weights}, size)
 
     def update_tensordict_priority(self, data: Any) -> None:
-        """Set the priorities of the rows or windows of a sample, from its field `priority_key`."""
+        """Set the priorities of the rows or windows of a sample to its field `priority_key`."""
         self.update_priority(data["index"], data[self.priority_key])
 
     def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
-        """Set the priorities of rows or windows by their `index`: finite numbers >= 0."""
+        """Set the priorities, finite numbers >= 0, of the rows or windows with the ids `index`."""
         self.buffer.update_priorities(index, priority.flatten())
 
     def empty(self) -> None:
@@ -220,7 +220,7 @@ class PrioritizedReplayBuffer:
 
 
 def _time_first(data: Any, num_envs: int | None) -> Any:
-    """Return steps as a `TensorDict` of the batch size `[T, num_envs]`, which shares memory.
+    """Return a view of steps with the batch size `[T, num_envs]`.
 
     Args:
         data: `TensorDict` of the batch size `[num_envs, T]` or `[num_envs]`, or `[T]` with one
@@ -239,7 +239,7 @@ def _time_first(data: Any, num_envs: int | None) -> Any:
 
 
 def _size(buffer: Any, batch_size: int | None) -> int:
-    """Return the batch size of a call: its argument, or by default that of the constructor."""
+    """Return the batch size of a call, by default the `batch_size` of the constructor."""
     size = buffer.batch_size if batch_size is None else batch_size
     return arguments.whole("batch_size", size, 1)
 

@@ -1,9 +1,9 @@
-"""`TransferQueueBuffer`: rows in a partition of TransferQueue, shared with all other clients.
+"""`TransferQueueBuffer`: buffer of rows in TransferQueue, a distributed store for Ray.
 
-TransferQueue is a distributed store for Ray, which stores and sends the rows. Each row has a key of
-the queue, and each field is a column. Other clients can therefore read and write single fields.
-Levels of field names are joined by "/".
-To sample on the machine that stores the rows, use `storage.remote.RemoteBuffer`.
+TransferQueue stores the rows and sends them between machines. All clients of a partition share its
+rows. Each row has a key, and each field is a column, so that other clients can read and write
+single fields. Levels of field names are joined by "/". To sample on the machine that stores the
+rows, use `storage.remote.RemoteBuffer`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import BufferEmptyError
 
 
 class TransferQueueBuffer:
-    """Buffer of the rows that all clients of the queue add to one partition.
+    """Buffer of the rows in one partition of TransferQueue, to which all clients may add.
 
     Args:
         partition: Name of the partition.
@@ -30,8 +30,8 @@ class TransferQueueBuffer:
             objects created since that seed changed.
 
     The constructor calls `transfer_queue.init()`, which connects to the queue of this process's Ray
-    cluster, or starts a queue. A start waits until the cluster has a processor for each actor of
-    the queue.
+    cluster. If there is no queue, it starts one, and waits until the cluster has a processor for
+    each actor of the queue.
     """
 
     def __init__(self, partition: str, seed: int | None = None) -> None:
