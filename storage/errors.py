@@ -43,16 +43,16 @@ _Self = TypeVar("_Self", bound="RolloutDataError")
 _MOST_COMPARED = 10_000
 #: Packages of this project, whose public calls appear in the messages of errors.
 _OURS = ("storage", "rollout_data")
-#: Packages whose stack frames may lie between frames of this project, such as those of decorators.
+#: Packages whose stack frames may be between frames of this project, such as decorators of torch.
 _BETWEEN = {"contextlib", "functools", "torch"}
 
 
 class RolloutDataError(Exception):
-    """Base of every error that this project raises on purpose.
+    """Base class of all errors of this project.
 
     Args:
         message: The problem, and the next step for the user: one or two sentences.
-        kind: Kind of the defect, for programs that handle the error, such as "gap"; "" if unknown.
+        kind: Kind of the defect, such as "gap", for programs that handle the error; "" if unknown.
         episode: Name of the affected episode, or of its folder; "" for no episode or several.
     """
 
@@ -66,7 +66,7 @@ class RolloutDataError(Exception):
         self.episode = episode
 
     def of(self: _Self, kind: str, episode: str = "") -> _Self:
-        """Set `kind` and `episode` unless they are set already; return this error."""
+        """Add the kind of the defect and the episode, unless already known; return this error."""
         self.kind = self.kind or kind
         self.episode = self.episode or episode
         return self
@@ -181,9 +181,10 @@ class TargetError(RolloutDataError, OSError):
 
 
 def _call_of_user() -> str:
-    """Return the public call that the user made, such as "DictBuffer.sample"; "" for none.
+    """Return the public call of this project that the user made, such as "DictBuffer.sample".
 
-    The stack is searched outward, up to the first frame that is not of this project.
+    The stack is searched outward, up to the first frame that is not of this project. "" means that
+    no call on the stack is public.
     """
     call = ""
     frame = inspect.currentframe()

@@ -1,4 +1,4 @@
-"""`RemoteBuffer`: any buffer of this package in actors of Ray, with the buffer's own methods.
+"""`RemoteBuffer`: any buffer of this package, divided among Ray actors, with its own methods.
 
 The rows are divided among shards. A shard is one buffer in one actor, which draws the rows of a
 sample and sends them as raw memory. This module only chooses how many rows come from each shard.
@@ -24,7 +24,7 @@ from .ray_actors.shard_link import Link, LostActorError
 
 __all__ = ["LostActorError", "RemoteBuffer", "RemoteOptions"]
 
-#: Private method of `RemoteBuffer` that implements each method of a buffer.
+#: Name of the private method of `RemoteBuffer` for each public method of a buffer.
 _METHODS = {
     **dict.fromkeys(
         ("add", "append", "extend", "extend_tensors", "insert", "push", "push_data"), "_push"
@@ -32,36 +32,36 @@ _METHODS = {
     **dict.fromkeys(("sample", "sample_tensors", "sample_transitions", "sample_windows"), "_draw"),
     **dict.fromkeys(UPDATES, "_update"),
 }
-#: Possible names of the first argument of methods that draw: the number of rows or windows.
+#: Names of the argument with the number of rows or windows, in the methods that draw.
 _SIZES = ("batch_size", "num_windows", "num", "size")
 #: Maximum number of different draws (method and arguments) for which batches are requested ahead.
 _MAX_DRAWS = 4
-#: Minimum of the time limit for the start of an actor, in seconds.
+#: Seconds to wait at least for the start of an actor.
 _START_S = 60.0
 
 
-#: Method that draws, number of rows or windows, other arguments and options.
+#: Arguments of a draw: name of the method, number of rows or windows, other arguments, options.
 _Draw = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 class RemoteBuffer:
-    """Client of K shards, each a buffer in an actor of Ray.
+    """Buffer that is divided among K Ray actors.
 
     Args:
         make: Function that creates the buffer of a shard, such as
             `functools.partial(DictBuffer, capacity=100_000)`.
-        num_shards: Number of shards, K.
+        num_shards: Number of actors, K. The buffer in one actor is a shard.
         options: Fields of `RemoteOptions`.
 
     Raises:
         UsageError: The buffer has no method `sample`, has its own rate limiter, or is a
             `BufferManager` although there are several shards.
 
-    A client has these methods of the buffer: methods that add rows (`extend`, `add`, `push`, ...),
-    methods that draw (`sample`, `sample_transitions`, `sample_tensors`), and updates with results
-    of a learner (`update_priorities`, `update`). Updates are sent as pushes. A client that is
-    passed to a task or another actor becomes another client of the same shards. Use each client in
-    one thread.
+    A `RemoteBuffer` is a client of the actors. It has these methods of the buffer: methods that add
+    rows (`extend`, `add`, `push`, ...), methods that draw (`sample`, `sample_transitions`,
+    `sample_tensors`), and methods for results of a learner (`update_priorities`, `update`). If a
+    client is passed to a Ray task or another actor, a second client of the same shards is created
+    there. Use each client in one thread.
 
     Draws: The probability that a row comes from a shard is the shard's share of all rows. The rows
     of a batch are ordered by shard. With `prefetch`, a batch may be drawn up to that many replies
@@ -148,52 +148,52 @@ class RemoteBuffer:
         return [link.actor for link in self._links]
 
     def set_version(self, version: int) -> None:
-        """Set the policy version of the learner. Drop all batches that were drawn ahead of use."""
+        """Set the policy version of the learner; drop all batches that were drawn in advance."""
         self._version = whole("version", version, 0)
         self._ahead.clear()
 
     def pin(self, shard: int) -> None:
-        """Send all later pushes of this client to one shard.
+        """Send all rows that this client adds later to one shard.
 
-        This is necessary if pushes have consecutive steps of a trajectory.
+        This is necessary if successive calls add consecutive steps of a trajectory.
         """
         self._home = whole("shard", shard, 0, len(self._links) - 1)
 
     def flush(self) -> None:
-        """Wait until all pushes and updates of this client are applied. Raise their first error."""
+        """Wait until all pushes and updates of this client are applied; raise their first error."""
         for link in self._links:
             link.flush()
 
     def checkpoint(self) -> None:
         """Flush, and save a checkpoint of each shard in `checkpoint_dir`.
 
-        A shard applies no pushes during the save.
+        A shard does not change during its save.
         """
         self.flush()
         for link in self._links:
             link.checkpoint()
 
     def save(self, folder: str) -> None:
-        """Flush, and save the buffer of each shard below `folder`, one after another."""
+        """Flush, and save each shard in a subfolder of `folder`, one after another."""
         self.flush()
         for link in self._links:
             link.ask("call", "save", (_below(folder, link.where),), {})
 
     def load(self, folder: str) -> None:
-        """Replace all rows by those of a `save` with the same number of shards."""
+        """Replace all rows by the rows in a saved folder with the same number of shards."""
         self.flush()
         self._ahead.clear()
         for link in self._links:
             link.ask("load", _below(folder, link.where))
 
     def feed_forward_generator(self, num_mini_batch: int, mini_batch_size: int) -> Iterator[Any]:
-        """Yield `num_mini_batch` samples, as `ReplayBuffer.feed_forward_generator` does."""
+        """Yield `num_mini_batch` random samples of the size `mini_batch_size`."""
         return (self.sample(mini_batch_size) for _ in range(num_mini_batch))
 
     def call(self, name: str, *args: Any, **options: Any) -> list[Any]:
-        """Call a method of each shard's buffer, or read an attribute. Return copies of the results.
+        """Call a method, or read an attribute, of the buffer of each shard. Return copied results.
 
-        If an actor restarts, changes of the method since the last checkpoint are lost.
+        If an actor restarts, changes that the method made since the last checkpoint are lost.
         """
         self.flush()
         return [unpack(link.ask("call", name, args, options), copy=True) for link in self._links]
@@ -228,7 +228,7 @@ class RemoteBuffer:
         self._links = [
             Link(actor, name, f"shard {at} of {num}", options) for at, actor in enumerate(actors)
         ]
-        #: Received batches, and unanswered requests, by draw (method and arguments).
+        #: Received batches, and unanswered requests, by the method and arguments of the draw.
         self._ahead: LruCache[str, tuple[deque[Any], deque[Any]]] = LruCache(_MAX_DRAWS)
 
     def _num_rows(self) -> list[int]:
@@ -273,9 +273,9 @@ class RemoteBuffer:
             return self._links[0].retried(lambda: self._next(draw))
 
     def _next(self, draw: _Draw) -> Any:
-        """Return the next batch of a draw, and request further batches of the same draw.
+        """Return the next batch, and request further batches with the same arguments in advance.
 
-        If an error is raised, all received batches and requests of this draw are dropped.
+        If an error is raised, all requested and received batches with these arguments are dropped.
         """
         key = repr(draw)
         ready, requests = self._ahead.pop(key) or (deque(), deque())
@@ -289,7 +289,7 @@ class RemoteBuffer:
         return ready.popleft()
 
     def _request(self, draw: _Draw) -> list[Any]:
-        """Request `batches_per_reply` batches of a draw from the shards.
+        """Request `batches_per_reply` batches from the shards, without a wait for the answers.
 
         Returns (link, reference to the answer, number of rows in each batch) for each shard.
         """
@@ -298,7 +298,7 @@ class RemoteBuffer:
         sizes = [[size] * self._options.batches_per_reply]
         if len(links) > 1:
             unit = unit_of(self._traits, name, args, options)
-            # A batch that does not consist of windows comes from one shard, which raises the error.
+            # If `size` is no multiple of `unit`, one shard gets the request and raises the error.
             sizes = self._sizes_per_shard(size, size if size % unit else unit)
         request = []
         for link, sizes_of_shard in zip(links, sizes, strict=True):
@@ -307,14 +307,14 @@ class RemoteBuffer:
         return request
 
     def _sizes_per_shard(self, size: int, unit: int) -> list[list[int]]:
-        """Draw the number of rows of each shard in each batch: `[num_shards][num_batches]`.
+        """Draw how many rows each shard contributes to each batch: `[num_shards][num_batches]`.
 
         Each window of `unit` rows comes from a shard with a probability in proportion to the rows
         of the shard.
         """
         rows = [0 if link.last_ack is None else link.last_ack.num_rows for link in self._links]
-        # A shard may have rows that the last `Ack` does not count: pushes of this client that are
-        # unanswered, or pushes of other clients.
+        # A shard may contain rows that its last acknowledgement does not count: unanswered pushes
+        # of this client, or pushes of other clients.
         if not all(rows):
             self.flush()
             rows = self._num_rows()
@@ -333,7 +333,7 @@ class RemoteBuffer:
         return parts
 
     def _received(self, request: list[Any]) -> list[Any]:
-        """Wait for the answers to a request, and join the rows of the shards to batches."""
+        """Wait for the answers of the shards to a request, and join their rows to batches."""
         batches: list[list[Any]] = [[] for _ in range(self._options.batches_per_reply)]
         for link, reference, sizes in request:
             ack, packed = link.answer(reference)

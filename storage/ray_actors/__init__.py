@@ -1,1 +1,1 @@
-"""Buffers in Ray actors: the actor, a client's connection to an actor, and packed results."""
+"""Buffers in Ray actors: the actor, the connection of a client, and the encoding of results."""

@@ -1,4 +1,4 @@
-"""`Shard`: one buffer in a Ray actor, and its checkpoints.
+"""`Shard`: Ray actor with one buffer and its checkpoints.
 
 A collector is a client that adds rows by pushes. It numbers its pushes from 0, and the shard
 applies each push once, in this order. The due number of a collector is the number of the next push
@@ -36,9 +36,9 @@ from .packed_results import Packed, is_numbers, join, map_tree, pack, unpack
 
 #: Concurrency group (thread) of the actor for each method. Other methods run in the main thread.
 GROUPS = {"draw": "drawing", "push_update": "drawing", "push": "pushing"}
-#: Methods of buffers that receive results of a learner. These calls are sent as pushes too.
+#: Methods by which a learner changes a buffer, such as new priorities. They are sent like pushes.
 UPDATES = ("update", "update_priorities")
-#: Maximum number of draws for one batch, if stale rows are dropped.
+#: Maximum number of draws to fill one batch if stale rows are dropped.
 _MAX_DRAWS = 64
 _STATE = "shard.json"
 _ROWS = "rows_"
@@ -49,16 +49,17 @@ _ID = "replay_unique_id"
 class RemoteOptions:
     """Options of `RemoteBuffer`."""
 
-    #: Number of replies to request ahead of the consumer; 0 draws only on request.
+    #: Number of replies to request ahead of their use. 0: request a reply when it is needed.
     prefetch: int = 2
-    #: Number of batches per reply.
+    #: Number of batches that a shard draws per request.
     batches_per_reply: int = 1
     #: Whether samples are copies. Otherwise large samples are read-only shared memory.
     copy: bool = False
-    #: Maximum number of unanswered pushes and updates per shard. Higher values delay draws.
+    #: Maximum number of unanswered pushes and updates of a client per shard. Draws wait longer if
+    #: the number is high.
     max_pending: int = 1
-    #: Folder of checkpoints, on a file system that all machines share. If it has checkpoints, each
-    #: shard loads its checkpoint. None: no checkpoints.
+    #: Folder of checkpoints, on a file system that all machines share. If the folder contains
+    #: checkpoints, each shard loads its own. None: no checkpoints.
     checkpoint_dir: str | None = None
     #: Maximum bytes that a client has pushed to a shard since its last checkpoint. A push beyond
     #: this limit saves a checkpoint first.
@@ -74,7 +75,7 @@ class RemoteOptions:
     whole_trajectories: bool = False
     #: Time limit for one answer, in seconds.
     timeout_s: float = 60.0
-    #: Seed of the shards' draws.
+    #: Seed of the random draws of all shards.
     seed: int = 0
     #: Options of the Ray actors, such as `num_cpus` and `resources`.
     actor_options: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class Ack(NamedTuple):
     Attributes:
         life: Random id of the process of the actor. It changes with each restart.
         num_rows: Number of rows in the buffer.
-        due: Number of the collector's next push to apply.
+        due: Number of the next push of the collector that the shard will apply.
         unsaved: Number of the collector's first push that the last checkpoint does not contain.
     """
 
@@ -104,7 +105,7 @@ class Ack(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Traits of the buffer of a shard that clients need.
+    """Properties of the buffer of a shard that clients need.
 
     Attributes:
         has_steps: Whether consecutive rows are steps of a trajectory.
@@ -149,7 +150,7 @@ class Shard:
         self._due: dict[str, int] = {}
         #: Due numbers in the last checkpoint.
         self._saved: dict[str, int] = {}
-        #: Collector of the last push that added rows.
+        #: Id of the collector whose push added rows last.
         self._last: str | None = None
         #: Lock held during a push, and while the buffer and the due numbers are saved.
         self._applying = threading.Lock()
@@ -168,8 +169,8 @@ class Shard:
             )
             if folder is not None and (Path(folder) / _STATE).exists():
                 self._read(folder)
-        # Store the error, so that each later call raises it. An error of the constructor would end
-        # the actor, and Ray would report only the text of the error.
+        # Store the error, so that each later call raises it. If the constructor raised it, the
+        # actor would end, and Ray would report only the text of the error.
         except Exception as error:  # noqa: BLE001
             self._failure = error
 
@@ -180,10 +181,11 @@ class Shard:
         return self._created
 
     def _checked(self, buffer: Any) -> Any:
-        """Check that the buffer supports draws, and make its name unique among the shards.
+        """Check that a buffer can be used in an actor, and make its name unique among the shards.
 
         Raises:
-            UsageError: The buffer cannot be used in an actor.
+            UsageError: The buffer has no method `sample`, has its own rate limiter, or cannot be
+                divided into shards.
         """
         type_name = type(buffer).__name__
         at, num_shards = self._place
@@ -213,12 +215,13 @@ class Shard:
     def draw(
         self, request: tuple[str, list[int], tuple[Any, ...], dict[str, Any], int | None]
     ) -> Any:
-        """Draw batches by a method of the buffer. A size of 0 draws no batch.
+        """Draw batches by a method of the buffer, and pack them for the client.
 
         Args:
             request: (name of the method, sizes of the batches, other arguments of the method, its
                 options, policy version of the learner). The size is the first argument of the
-                method. One tuple is passed, because each argument of a Ray call takes 60 us.
+                method. A size of 0 draws no batch. One tuple is passed, because each argument of a
+                Ray call takes 60 us.
 
         Returns:
             The fields of an `Ack`, and the packed batches.
@@ -247,7 +250,7 @@ class Shard:
         return tuple(self.acknowledge("")), results
 
     def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
-        """Call `draw` and drop stale windows, repeatedly, until a batch is full.
+        """Draw repeatedly and drop stale windows, until a batch is full.
 
         A window of `unit` rows is stale if the policy version of a row is more than `max_staleness`
         below `version`. All other windows remain equally likely.
@@ -288,11 +291,11 @@ class Shard:
     def push(
         self, collector: str, number: int, content: tuple[str, Packed | None]
     ) -> tuple[Ack, Exception | None]:
-        """Apply a push of a collector if `number` is its due number. Otherwise do nothing.
+        """Apply a push of a collector, unless it is a repeated push or arrives too early.
 
         Args:
             collector: Id of the collector.
-            number: Number of the push.
+            number: Number of the push. Only the due number is applied.
             content: (name of a method of the buffer, packed arguments of the method). With the name
                 "", the push is counted, but no method is called.
 
@@ -329,10 +332,10 @@ class Shard:
     def push_update(
         self, collector: str, number: int, content: tuple[str, Packed | None]
     ) -> tuple[Ack, Exception | None]:
-        """Apply a push of one of the methods `UPDATES`, as `push` does.
+        """Apply an update of a collector, such as new priorities, in the thread of draws.
 
-        Ray runs this method in the thread of draws. An update therefore does not wait for a push
-        that the rate limiter delays.
+        Arguments and result are those of `push`. In the thread of draws, an update does not wait
+        for a push that the rate limiter delays.
         """
         return self.push(collector, number, content)
 
@@ -350,7 +353,7 @@ class Shard:
         self._last = collector
 
     def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Call an update method of the buffer for the rows or items that this shard stores."""
+        """Apply an update, such as new priorities, to the rows or items that this shard stores."""
         if self._place[1] > 1 and name == "update_priorities" and self._has_ids:
             args = self._own_rows(*args, **options)
             options = {}
@@ -366,7 +369,7 @@ class Shard:
         return ids[mine] // self._place[1], priorities[mine] if priorities.dim() else priorities
 
     def _own_items(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an argument of `update` without the items that other shards store.
+        """Remove the items that other shards store from the argument of an update.
 
         Items that no shard stores remain in the argument of the first shard, whose buffer raises an
         error for them.
@@ -386,12 +389,12 @@ class Shard:
     # Other calls.
 
     def acknowledge(self, collector: str) -> Ack:
-        """Return the current `Ack` for a collector; "" for no collector."""
+        """Return the number of rows, and which pushes of a collector are applied and saved."""
         num_rows = sum(map(len, _parts_of(self._buffer)))
         return Ack(self._life, num_rows, self._due.get(collector, 0), self._saved.get(collector, 0))
 
     def traits(self) -> Traits:
-        """Return the traits of the buffer. Raises the error of the constructor, if it failed."""
+        """Return properties of the buffer. If the constructor failed, raise its error."""
         assert self._buffer is not None
         return self._traits
 
@@ -402,9 +405,12 @@ class Shard:
             return pack(attribute(*args, **options) if callable(attribute) else attribute)
 
     def save(self, collector: str, number: int = 0) -> Ack:
-        """Save a checkpoint, unless `number` is above 0 and the last checkpoint is sufficient.
+        """Save a checkpoint, unless the last checkpoint already contains all pushes of a collector.
 
-        It is sufficient if it contains all pushes of the collector with numbers below `number`.
+        Args:
+            collector: Id of the collector.
+            number: Number of the collector's next push, which the checkpoint need not contain. 0 to
+                save in any case.
         """
         if number == 0 or self._saved.get(collector, 0) < number:
             with self._applying:
@@ -412,7 +418,7 @@ class Shard:
         return self.acknowledge(collector)
 
     def load(self, folder: str) -> None:
-        """Replace the buffer by the buffer that was saved in `folder`. Keep the due numbers."""
+        """Replace the buffer by a saved buffer. The counts of pushes stay unchanged."""
         with self._applying:
             self._created = type(self._buffer).load(folder, self._buffer.device)
             if self._folder is not None:
@@ -422,7 +428,7 @@ class Shard:
         """Save the buffer and the due numbers as a checkpoint.
 
         Each checkpoint saves the buffer in a new folder, and then replaces the file `shard.json`,
-        which names this folder. A crash leaves the old or the new checkpoint.
+        which names this folder. After a crash, either the old or the new checkpoint is complete.
         """
         if self._folder is None:
             raise UsageError(
@@ -466,7 +472,7 @@ class Shard:
 
 
 def unit_of(traits: Traits, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the number of consecutive rows per window of a draw; 1 if rows are drawn.
+    """Return the number of consecutive rows that are drawn as one window; 1 for single rows.
 
     `args` and `options` are the arguments of the method `name` after the batch size.
     """
@@ -481,7 +487,7 @@ def _has(buffer: Any, method: str, argument: str) -> bool:
 
 
 def _parts_of(buffer: Any) -> list[Any]:
-    """Return the buffers of a `BufferManager`. For any other buffer, return `[buffer]`."""
+    """Return the buffers in a `BufferManager`, or a list of one buffer for any other buffer."""
     if hasattr(buffer, "buffer_name"):
         return [buffer[name] for name in buffer.buffer_name]
     return [buffer]

@@ -1,8 +1,8 @@
-"""Nested results as bytes: memory buffers, and the position of each tensor in a buffer.
+"""Encoding of nested results as memory buffers, so that Ray copies shared memory once.
 
 The tensors of a sample are often views of the same memory. `pack` returns this memory once, as an
-array of uint8. Pickling the tensors would copy the memory once per tensor. Leaves that are not
-tensors are unchanged. This module does not use Ray.
+array of uint8, and the position of each tensor in it. Pickling the tensors would copy the memory
+once per tensor. Leaves that are not tensors are unchanged. This module does not use Ray.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..core.records import COMPLEX_DTYPES, dense
 #: Overlapping tensors are sent as one memory range if they fill at least this share of the range.
 #: Otherwise each tensor is copied and sent separately.
 _LEAST_SHARE = 0.5
-#: Alignment of buffers in bytes: the size of the largest item, complex128. The start of a range is
-#: rounded down to it, which stays inside of the allocation.
+#: Alignment of buffers in bytes: the size of the largest item, complex128. The start of a memory
+#: range is rounded down to a multiple, which stays inside of the allocation.
 _ALIGNMENT = 16
 _DTYPES = DTYPES | COMPLEX_DTYPES
 _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
@@ -31,15 +31,15 @@ _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 #: Position of a tensor: (number of the buffer, first byte, name of the dtype, shape, strides in
 #: bytes, whether the leaf was an array). Ray pickles a tuple in half the time of a named tuple.
 Place = tuple[int, int, str, tuple[int, ...], tuple[int, ...], bool]
-#: Result of `pack`: buffers of uint8, the positions of the tensors, and the tree with `...` instead
-#: of each tensor. The order of the positions is the order of the tree.
+#: Packed result: buffers of uint8, the positions of the tensors in these buffers, and the nested
+#: result with `...` instead of each tensor. Positions are in the order of the nested result.
 Packed = tuple[list[npt.NDArray[np.uint8]], list[Place], Any]
 
 
 class _Memory:
-    """Memory at an address, from which `np.asarray` makes a writable `[num_bytes]` uint8 view.
+    """Memory at an address, which `np.asarray` views as a writable array `[num_bytes]` of uint8.
 
-    The object, and arrays made from it, keep `owner` alive, to which the memory belongs.
+    The object, and arrays made from it, keep `owner` alive, the object that owns the memory.
     """
 
     def __init__(self, address: int, num_bytes: int, owner: Any) -> None:
@@ -62,9 +62,10 @@ def is_numbers(leaf: Any) -> bool:
 def map_tree(
     function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = is_numbers
 ) -> Any:
-    """Apply `function` to the leaves of nested mappings, lists and tuples that pass `is_leaf`.
+    """Apply a function to the leaves of nested mappings, lists and tuples, by default to numbers.
 
-    Mappings become dicts. Leaves that do not pass `is_leaf` are unchanged.
+    `is_leaf` returns whether a value is such a leaf. All other values are unchanged, but mappings
+    become dicts.
     """
     if is_leaf(tree):
         return function(tree)
@@ -78,7 +79,7 @@ def map_tree(
 
 
 def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
-    """Pack a nested result. Memory shared by several CPU tensors is packed once.
+    """Convert a nested result to memory buffers. Memory of several CPU tensors is stored once.
 
     The buffers are views of the memory of the tensors. With a `pool`, they are copies in memory of
     the pool.
@@ -127,9 +128,9 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
 
 
 def unpack(packed: Packed, copy: bool = False) -> Any:
-    """Return the nested result of a `pack`. Its tensors are views of the buffers.
+    """Convert memory buffers back to a nested result, whose tensors are views of the buffers.
 
-    With `copy`, they are views of copies of the buffers.
+    With `copy`, the tensors are views of copies of the buffers.
     """
     buffers, places, tree = packed
     memories = [
@@ -151,10 +152,10 @@ def unpack(packed: Packed, copy: bool = False) -> Any:
 
 
 def join(trees: Sequence[Any]) -> Any:
-    """Concatenate trees of the same form along the first axis of their tensors, in new memory.
+    """Concatenate the tensors of nested results of the same form along their first axis.
 
-    Lists are concatenated too. Other leaves are taken from the first tree. The result is None if
-    one of several trees is None. A single tree is returned unchanged.
+    Lists are concatenated too. Other leaves are taken from the first result. If one of several
+    results is None, None is returned. A single result is returned unchanged.
     """
     first = trees[0]
     if len(trees) == 1:
@@ -183,9 +184,9 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(extents: Sequence[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
-    """Group address ranges that overlap. Return (indices in `extents`, start, stop) per group.
+    """Group overlapping address ranges. Return (indices in `extents`, start, stop) per group.
 
-    Tensors whose ranges overlap have memory in the same allocation.
+    Tensors whose ranges overlap use the same allocation.
     """
     groups: list[tuple[list[int], int, int]] = []
     for number in sorted(range(len(extents)), key=extents.__getitem__):

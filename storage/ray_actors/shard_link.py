@@ -1,9 +1,9 @@
 """`Link`: the connection of one client to one shard.
 
-The module `buffer_shard` defines the numbers of pushes and the due number. A link keeps each push
-until it is answered and, with checkpoints, until a checkpoint contains it. After a restart of the
-actor, the link sends the pushes again that the checkpoint does not contain. Every wait ends after
-`timeout_s`.
+A push is a call that adds rows to the shard or updates them. Pushes are numbered from 0. The due
+number is the number of the next push that the shard will apply. A link keeps each push until it is
+answered and, with checkpoints, until a checkpoint contains it. After a restart of the actor, the
+link sends the pushes again that the checkpoint does not contain. Every wait ends after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Link:
     Args:
         actor: Handle of the actor.
         collector: Id of the client.
-        where: Name of the shard in errors.
+        where: Name of the shard, for errors.
         options: Options of the `RemoteBuffer`.
 
     Attributes:
-        last_ack: The last `Ack` that the shard returned; None before the first.
+        last_ack: The last acknowledgement of the shard; None before the first.
     """
 
     def __init__(self, actor: Any, collector: str, where: str, options: RemoteOptions) -> None:
@@ -48,25 +48,25 @@ class Link:
         #: Pushes that may have to be sent again, by number, oldest first: (method of the shard,
         #: reference to the content of the push, bytes of the content).
         self._kept: dict[int, tuple[str, Any, int]] = {}
-        #: Bytes of all contents in `_kept`.
+        #: Total bytes of the pushes in `_kept`.
         self._kept_bytes = 0
         #: Number of the next push that the client creates.
         self._next = 0
-        #: Number of the next push to send. -1 if the shard must first return its due number.
+        #: Number of the next push to send. -1 to ask the shard for its due number first.
         self._to_send = 0
         #: Unanswered pushes: (number, reference to the answer).
         self._pending: deque[tuple[int, Any]] = deque()
 
     def start(self, method: str, *args: Any) -> Any:
-        """Call a method of the shard and return the reference to its answer."""
+        """Start a call of a method of the shard, and return the Ray reference to its answer."""
         return getattr(self.actor, method).remote(*args)
 
     def answer(self, reference: Any, least_s: float = 0) -> Any:
         """Wait for the answer to a call and return it.
 
         Args:
-            reference: Result of `start`.
-            least_s: Minimum of the time limit in seconds.
+            reference: Ray reference to the answer.
+            least_s: Seconds to wait at least, even if `timeout_s` is shorter.
 
         Raises:
             WaitTimeoutError: The time limit is over.
@@ -99,7 +99,7 @@ class Link:
             raise BackgroundError(f"The actor of {self.where} died: {problem}.{advice}") from cause
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call the actor and wait for the answer. Retry if the actor restarts."""
+        """Call a method of the shard and return its answer. Retry if the actor restarts."""
         return self.retried(lambda: self.answer(self.start(method, *args)))
 
     def retried(self, function: Callable[[], Any]) -> Any:
@@ -117,7 +117,7 @@ class Link:
                 time.sleep(_PAUSE_S)
 
     def has_restarted(self, ack: Ack) -> bool:
-        """Store an `Ack` and return whether the actor has restarted since the previous `Ack`."""
+        """Store an acknowledgement; return whether the actor has restarted since the last one."""
         before = self.last_ack
         self.last_ack = ack
         if before is None or before.life == ack.life:
@@ -126,7 +126,7 @@ class Link:
         return True
 
     def push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Send the call of a method of the buffer as a push.
+        """Send a call that adds rows to the buffer, or updates them, without a wait for its result.
 
         Waits while `max_pending` pushes are unanswered. Raises the error of an earlier push.
         """
@@ -144,13 +144,13 @@ class Link:
         self._send_pushes(self._options.max_pending)
 
     def flush(self) -> None:
-        """Wait until the actor has answered all pushes. Repeat this if the actor has restarted."""
+        """Wait until the actor has answered all pushes, also those lost by a restart."""
         self._send_pushes(0)
         if self._kept and self.has_restarted(self.ask("acknowledge", self._collector)):
             self._send_pushes(0)
 
     def catch_up(self) -> None:
-        """If an earlier answer showed a restart of the actor, send the lost pushes again."""
+        """Send the lost pushes again if the actor is known to have restarted."""
         if self._to_send < 0:
             self._send_pushes(0)
 
@@ -187,22 +187,22 @@ class Link:
         try:
             ack, error = self.answer(reference)
         except RateLimitedError:
-            # The shard has not counted this push. The next call sends it again.
+            # The shard has not applied this push. The next call sends it again.
             self._to_send = -1
             raise
         self._pending.popleft()
         self._note(ack, resumes=ack.due <= number)
         if error is not None:
-            # The shard has counted the failed push. If it must be sent again after a restart, send
-            # a push without a method, which is only counted.
+            # The shard has counted the failed push. After a restart, an empty push with its number
+            # is sent instead, so that the later numbers stay right.
             if number in self._kept:
                 self._kept[number] = "push", ("", None), self._kept[number][2]
             raise error
 
     def _note(self, ack: Ack, resumes: bool = False) -> None:
-        """Store an `Ack` and delete the pushes that need not be sent again.
+        """Store an acknowledgement, and delete the pushes that need not be sent again.
 
-        With `resumes`, the next push to send is the due number in the `Ack`.
+        With `resumes`, the next push to send is the due number of the shard.
         """
         self.last_ack = ack
         if resumes:
