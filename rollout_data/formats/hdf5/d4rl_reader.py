@@ -136,7 +136,7 @@ def _with_source_end(info: EpisodeInfo, names: Any) -> EpisodeInfo:
 
 
 def _timeouts(terminated: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
-    """Return whether each step is truncated at the episode length `length`: bool `[rows]`.
+    """Compute which steps are truncated if episodes have at most `length` steps: bool `[rows]`.
 
     Steps are counted from the first row or the previous end. A terminated step is not truncated.
     """

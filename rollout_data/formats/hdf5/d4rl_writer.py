@@ -99,7 +99,7 @@ class D4rlWriter(Hdf5Writer):
         return [*self._fields.absent(episode, self._read_name), *flags]
 
     def _read_name(self, name: str) -> str:
-        """Return the name of a field in the reader of this format.
+        """Return the name under which the reader of this format returns a field.
 
         Parts of an observation or action that are written to one dataset keep their names.
         """
@@ -229,5 +229,5 @@ def _others(schema: Schema) -> list[Field]:
 
 
 def _info(field: Field) -> str:
-    """Return the dataset `infos/<name>` of a field from `_others`."""
+    """Return `infos/<name>`, the dataset of a field that is no observation, action or reward."""
     return f"infos/{field.name.removeprefix('infos/')}"

@@ -59,7 +59,7 @@ def our_name(path: str) -> str:
 
 
 class FlatReader(FileSource):
-    """Reader of episodes that are ranges of rows.
+    """Base of readers whose episodes are ranges of rows in shared datasets.
 
     Attributes:
         parts: Row ranges of all steps, in order. Each range is in one group.
@@ -78,7 +78,7 @@ class FlatReader(FileSource):
     @property
     @abstractmethod
     def file_path(self) -> Path:
-        """The file with the rows."""
+        """The HDF5 file with the rows of all episodes."""
 
     @property
     def num_rows(self) -> int:
@@ -92,7 +92,7 @@ class FlatReader(FileSource):
         group: str,
         part: RowRange | None = None,
     ) -> None:
-        """Append the rows of a group to the steps. All groups must have the same datasets.
+        """Append the rows of an HDF5 group to the steps. All groups must have the same datasets.
 
         Args:
             datasets: Maps dataset names of the group to their descriptions.
@@ -227,7 +227,7 @@ class FlatReader(FileSource):
 
 
 def _following(columns: Mapping[str, DatasetColumn]) -> dict[str, str]:
-    """Return the value of `FlatReader.following` for the fields `columns`."""
+    """Map each field with observations after a step to the field with those before the step."""
     following = {}
     for name in columns:
         if name.startswith("next"):

@@ -1,4 +1,4 @@
-"""Attributes of robomimic files for a round trip of observations between our writer and reader.
+"""Attributes that this library adds to robomimic files, so that its reader restores observations.
 
 A key of `obs` must not contain "/", so the writer flattens the names of nested observations.
 """

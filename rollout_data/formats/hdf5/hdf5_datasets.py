@@ -31,16 +31,16 @@ from storage.saving.hdf5_files import MAX_HEAP_BYTES, GuardedFile, check_text, o
 
 from ..input_checks import KnownFiles
 
-#: Maps the code of each supported compression filter to its maximum expansion factor.
+#: Maps the code of each supported compression filter to the maximum unpacked bytes per stored byte.
 _EXPANSION = {h5z.FILTER_DEFLATE: 1100, h5z.FILTER_LZF: 100}
 #: Filters that do not change the number of bytes.
 _HARMLESS = (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32)
 #: Maximum bytes of unwritten values, which need no bytes in the file.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: Maximum unpacked bytes of a dataset that may have any expansion factor. A mask of zeros, for
-#: example, is packed into few bytes.
+#: A dataset of up to this many unpacked bytes may have any expansion factor, because a mask of zeros,
+#: for example, is packed into few bytes.
 _MAX_UNPACKED_BYTES = 1 << 29
-#: Maximum expansion factor of a dataset of more than `_MAX_UNPACKED_BYTES`.
+#: Maximum expansion factor (unpacked bytes per stored byte) of a larger dataset.
 _LIKELY_EXPANSION = 200
 _MAX_ATTRIBUTE_BYTES = 1 << 16
 #: Bytes of a stored reference to a text: length (4), offset of the heap (8), index in the heap (4).
@@ -51,7 +51,7 @@ _CHECKSUM_BYTES = 4
 _MAX_DEPTH = 12
 _MAX_OPEN_FILES = 8
 _MAX_LISTINGS = 256
-#: Minimum bytes of a link in a file.
+#: Minimum bytes that a link, the entry of a member in a group, needs in a file.
 _LINK_BYTES = 16
 #: Bytes read from a memory map before its pages are released.
 _MAX_MAPPED_BYTES = 1 << 26
@@ -118,13 +118,16 @@ class OpenFile:
         self.allow_links()
 
     def allow_links(self) -> None:
-        """Reset `num_links_left` to the number of links that a file of this size can contain."""
+        """Allow listing as many links as a file of this size can contain.
+
+        The limit stops an endless listing of groups that form a cycle.
+        """
         self.num_links_left = max(self.num_bytes // _LINK_BYTES, MAX_FIELDS)
 
     def _unmap_pages(self, num_bytes: int) -> None:
-        """Count bytes read from the memory map; release its pages after `_MAX_MAPPED_BYTES`.
+        """Limit the memory of the file map: release its pages after `_MAX_MAPPED_BYTES` read bytes.
 
-        Released pages stay in the page cache.
+        Released pages stay in the page cache. `num_bytes` are added to the number of read bytes.
         """
         self._num_mapped_bytes += num_bytes
         if self._num_mapped_bytes > _MAX_MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
@@ -253,7 +256,7 @@ class OpenFile:
 
         Args:
             node: The dataset.
-            info: Description of the dataset, without the values about chunks.
+            info: Description of the dataset without `expansion` and `chunk_rows`.
             num_bytes: Number of bytes of all elements.
         """
         settings = node.get_create_plist()
@@ -504,7 +507,7 @@ class Files:
         self._reset()
 
     def _reset(self) -> None:
-        """Clear the pool in a new process."""
+        """Start with an empty pool, because processes cannot share open files."""
         self._owner = Owner("open HDF5 files")
         self._lock = threading.RLock()
         self._open: LruCache[Path, tuple[ExitStack, OpenFile]] = LruCache(_MAX_OPEN_FILES)
@@ -578,7 +581,7 @@ def hdf5_names(folder: Path) -> list[str]:
 
 
 def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:
-    """Return whether a path is an HDF5 file for which `test` is true; False if reading fails."""
+    """Return whether a path is a readable HDF5 file that passes `test`."""
     with suppress(RolloutDataError, OSError):
         if path.is_file() and h5f.is_hdf5(os.fsencode(path)):
             guarded = GuardedFile(path)
@@ -588,7 +591,7 @@ def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:
 
 
 def _kind(type_id: h5t.TypeID) -> tuple[str, np.dtype[Any] | None]:
-    """Return `kind` and `stored` of `DatasetInfo` for an HDF5 type."""
+    """Return the kind of an HDF5 type and the dtype of its stored values, as in `DatasetInfo`."""
     family = type_id.get_class()
     if family == h5t.STRING:
         is_variable = type_id.is_variable_str()

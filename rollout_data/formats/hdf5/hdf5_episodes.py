@@ -27,7 +27,7 @@ from ..encoded_images import decode_picture, picture_shape
 from ..input_checks import parse_json
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
 
-#: Number of datasets that are checked when a file is opened.
+#: Number of datasets that are checked when a file is opened. Others are checked at their first read.
 _CHECKED_AT_ONCE = 600
 #: Maximum bytes of a metadata dataset.
 _MAX_METADATA_BYTES = 1 << 20
@@ -140,17 +140,19 @@ class Hdf5Reader(FileSource):
     #: Keys of `STEPS` whose datasets have T + 1 rows. The last row is the final observation. If there
     #: are such keys, unlisted datasets may have T + 1 rows too. Their last row becomes metadata.
     WITH_FINAL: ClassVar[tuple[str, ...]] = ()
-    #: Maps each dataset with a flag per step to the attribute of `EpisodeInfo` for the last flag.
+    #: Maps datasets of end flags, one per step, to attributes of `EpisodeInfo`. The flag of the last
+    #: step becomes the value of the attribute.
     ENDS: ClassVar[Mapping[str, str]] = {}
     #: Datasets and groups that become metadata.
     METADATA: ClassVar[tuple[str, ...]] = ()
     #: Dataset, or group of datasets, whose number of rows is the number of steps.
     COUNTED: ClassVar[str] = "actions"
-    #: Attribute of an episode with the number of steps; "" if the format has none.
+    #: HDF5 attribute of an episode group with the number of steps; "" if the format has none.
     STATED: ClassVar[str] = ""
-    #: Subgroups whose members, with the members of the episode, determine the fields of an episode.
+    #: Subgroups of an episode group. Their members and the members of the episode group determine the
+    #: fields of the episode.
     GROUPS: ClassVar[tuple[str, ...]] = ()
-    #: Attributes of episodes, in addition to `STATED`, that do not become metadata.
+    #: HDF5 attributes of episode groups that do not become metadata. `STATED` need not be listed.
     ATTRIBUTES: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -203,7 +205,7 @@ class Hdf5Reader(FileSource):
         return maker.length, maker.layout
 
     def add_dataset(self, maker: LayoutMaker, path: str) -> None:
-        """Add a dataset to the layout."""
+        """Add a dataset to the layout of an episode, as a field or as metadata."""
         head, _, rest = path.partition("/")
         if head in self.METADATA:
             maker.layout.metadata[path] = None
@@ -302,7 +304,7 @@ class Hdf5Reader(FileSource):
             group: Path of the group.
             name: Name of the episode.
             node: The open group.
-            layouts: Maps results of `_names` to layouts. A new layout is added.
+            layouts: Maps the dataset names of earlier episodes to layouts. A new layout is added.
         """
         length, layout = self._layout_of(file, group, node, layouts)
         source = EpisodeGroup(file.path, group, layout)
@@ -349,7 +351,7 @@ class Hdf5Reader(FileSource):
         return length, layout
 
     def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
-        """Return the names of the members of an episode group and of its subgroups `GROUPS`."""
+        """Return the names that determine the layout: the members of an episode and of `GROUPS`."""
         names = file.members(node)
         for group in self.GROUPS:
             below = file.open(group, node) if group in names else None
@@ -358,7 +360,7 @@ class Hdf5Reader(FileSource):
         return tuple(names)
 
     def read_metadata(self, source: EpisodeGroup) -> dict[str, Any]:
-        """Read the attributes of an episode, and its datasets of metadata."""
+        """Read the metadata of an episode from its HDF5 attributes and its metadata datasets."""
         with self.files.use(source.path) as file:
             datasets = file.datasets(source.group)
             node = file.group(source.group)
@@ -523,11 +525,13 @@ class LayoutMaker:
             self.layout.final[name] = column
 
     def add_final(self, name: str, path: str, row: int) -> None:
-        """Add row T + `row` of a dataset as a field of the final observation."""
+        """Add a row of a dataset to the final observation. `row` is counted from row T."""
         self._add(self.layout.final, name, path, row)
 
     def add_other(self, path: str, has_final: bool = False) -> None:
-        """Add an unlisted dataset: as a field if it has a row per step, otherwise as metadata.
+        """Add a dataset that the format does not define.
+
+        It becomes a field if it has a row per step, otherwise metadata.
 
         Args:
             path: Path of the dataset.
@@ -575,7 +579,7 @@ def row_shape(name: str, info: DatasetInfo) -> tuple[int, ...]:
 
 
 def absent_fields(text: Any) -> dict[str, list[str]]:
-    """Parse the attribute with the names of fields that a conversion filled in an episode.
+    """Parse the list of an episode's fields that a conversion filled with False or NaN.
 
     Args:
         text: JSON list of names.

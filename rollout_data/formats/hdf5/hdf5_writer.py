@@ -76,7 +76,13 @@ class EpisodeRows(NamedTuple):
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
     ) -> tuple[int, int]:
-        """Return the offset and the number of bytes of the rows, in a dataset at `offset`."""
+        """Return where a dataset contains the rows of the episode: offset in the file, and bytes.
+
+        Args:
+            offset: Offset of the dataset in the file.
+            dtype: Dtype of the dataset.
+            shape: Shape of the dataset.
+        """
         row_bytes = dtype.itemsize * prod(shape[1:])
         num_rows = shape[0] if self.num_rows is None else self.num_rows
         return offset + self.start * row_bytes, num_rows * row_bytes
@@ -151,7 +157,7 @@ class EpisodeFile:
         contents: Mapping[str, Any],
         attributes: Mapping[str, Mapping[str, Any]],
     ) -> SparseFile:
-        """Build the structure of the file in memory, and set the offsets of the datasets."""
+        """Build the file without its rows in memory, and set the offsets of the datasets."""
         header = SparseFile()
         with begin_file(header, _ALIGNMENT, keeps_order=True) as file:
             names = (*self._datasets, *contents)
@@ -191,7 +197,7 @@ class EpisodeFile:
         header: SparseFile,
         conversion: ConversionNote,
     ) -> ConversionNote | None:
-        """Return the conversion record of an existing file of the same structure, or None."""
+        """Read the conversion record of an existing file; None if its structure differs."""
         try:
             with open(self._partial, "rb") as file:
                 descriptor = file.fileno()
@@ -221,7 +227,7 @@ class EpisodeFile:
         write_at(self._file, data, self._offsets[name] + start * row_bytes)
 
     def note(self, episode: str, line: str) -> None:
-        """Write the conversion record line of an episode, after all of its rows."""
+        """Write the line of an episode in the conversion record. Its rows are already written."""
         self.write(self._note_name, np.frombuffer(line.encode(), np.uint8), self._places[episode])
 
     def stored_sums(self, episode: str) -> dict[str, str]:
@@ -302,9 +308,9 @@ def _make_group(file: h5py.File, name: str) -> None:
 
 
 def _final_writes(header: SparseFile) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset of each write to a file in memory, and the bytes there after all writes.
+    """Yield the offset and the final bytes of each range written to a file in memory.
 
-    These bytes differ from the written bytes if a later write overlaps.
+    A range has other final bytes than it was written with if a later write overlaps.
     """
     ends = [offset + len(data) for offset, data in header.writes]
     content = bytearray(max(ends, default=header.size))
@@ -315,7 +321,7 @@ def _final_writes(header: SparseFile) -> Iterator[tuple[int, bytes]]:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the hidden path of an incomplete file."""
+    """Return the hidden path at which a file is written until it is complete."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -572,6 +578,6 @@ def has_number(episode: EpisodeToWrite, name: str) -> bool:
 
 
 def without_left_out(shared: SharedFields, names: Collection[str]) -> SharedFields:
-    """Return `shared` without the reports that `names` are left out: the writer computes them."""
+    """Remove fields from the reported list of omitted fields, because the writer computes them."""
     left_out = {name: why for name, why in shared.left_out.items() if name not in names}
     return replace(shared, left_out=left_out)

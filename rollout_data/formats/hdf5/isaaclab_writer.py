@@ -77,7 +77,7 @@ class IsaacLabWriter(robomimic_writer.RobomimicWriter):
         return self.fitting(attributes, MAX_HEAP_BYTES, episode)
 
     def key(self, name: str) -> str:
-        return name  # Isaac Lab reads nested groups.
+        return name  # Isaac Lab reads nested groups, so the name may contain "/".
 
     def extras(self, episode: EpisodeToWrite) -> dict[str, Array]:
         arrays = {}

@@ -130,7 +130,7 @@ class RobomimicReader(Hdf5Reader):
             super().add_dataset(maker, path)
 
     def _name_of(self, maker: LayoutMaker, path: str) -> str:
-        """Return the name of the observation in a dataset, restored if our writer flattened it."""
+        """Return the observation name of a dataset, with "/" restored if this library replaced it."""
         key = path.removeprefix("obs/")
         original = self._obs_names.get(key, key)
         if f"obs/{original}" in maker.datasets:
@@ -171,7 +171,7 @@ class RobomimicReader(Hdf5Reader):
                     self._masks_of.setdefault(name, []).append(mask)
 
     def _compare_first(self, episodes: Sequence[EpisodeInfo]) -> None:
-        """Compare `next_obs` with `obs` in the first episodes, up to `_COMPARED_BYTES` bytes."""
+        """Check the `next_obs` of the first episodes, up to `_COMPARED_BYTES` bytes."""
         bytes_left = _COMPARED_BYTES
         for info in episodes[:_COMPARED_EPISODES]:
             row_bytes = sum(field.row_bytes for field in info.final.values())
@@ -217,7 +217,7 @@ class RobomimicReader(Hdf5Reader):
 
 
 def _original_names(text: Any) -> dict[str, str]:
-    """Map renamed keys to original names, parsed from the attribute of our writer."""
+    """Parse the attribute that maps flattened keys of `obs` to the original observation names."""
     names = {}
     for key, name in parse_attribute(text, OBS_NAMES).items():
         if isinstance(name, str) and all(name.split("/")) and flat_key(name) == key:

@@ -33,7 +33,7 @@ from .flattened_names import OBS_NAMES, REPEATED, flat_key
 from .hdf5_writer import EpisodeRows, Form, Hdf5Writer, has_number, without_left_out, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
-#: Maps each group of fields to its group in a demo.
+#: Maps the first part of field names to the HDF5 group of such fields in a demo.
 _GROUPS = {"observation": "obs", "action": "action_dict", "reward": "rewards"}
 #: Value of `type` in `env_args` for environments that robomimic does not simulate.
 _REAL = 4
@@ -57,7 +57,7 @@ class RobomimicWriter(Hdf5Writer):
 
     format = "robomimic"
     HOLDS = frozenset(("control_mode", "env", "env_args", "env_name", "total"))
-    #: End of the report line which says that the ends of episodes are left out.
+    #: Text appended to the report line about omitted ends of episodes.
     ends_exception = ", but for `dones`, which readers do not take for it"
     #: Whether every demo has `dones`.
     writes_dones = True
@@ -170,7 +170,7 @@ class RobomimicWriter(Hdf5Writer):
         return f"{_GROUPS.get(head, head)}/{rest}".rstrip("/")
 
     def _read_name(self, name: str) -> str:
-        """Return the name of a field in the reader of this format."""
+        """Return the name under which the reader of this format returns a field."""
         key = self.options.get("obs_key")
         return f"observation/{key}" if name == "observation" and key else name
 
