@@ -1,1 +1,1 @@
-"""Atomic saves and checked loads of stores as folders, independent of the class of the store."""
+"""Saves of buffers and storages as folders: atomic writing and checked loading."""

@@ -1,9 +1,9 @@
-"""`BufferStore`: `Store` in the folder layout of earlier systems, `config.json` and `buffer.hdf5`.
+"""`BufferStore`: store that is saved in the layout of earlier systems, which can be loaded too.
 
-The config is a flat JSON object. Its key `__target__` contains the module and the name of the
-class. A file has one dataset per field. The rows of a ring are written in the order of its slots; a
-slot has the rows of one step, one per environment. Numbers that are missing in configs of earlier
-systems are computed from the rows.
+A folder contains `config.json` and `buffer.hdf5`. The config is a flat JSON object, whose key
+`__target__` contains the module and the name of the class. The HDF5 file has one dataset per field.
+The rows of a ring are written in the order of its slots. A slot has the rows of one step, one per
+environment. Numbers that are missing in configs of earlier systems are computed from the rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .saved_store import Store, random_state_for
 
 FORMAT = "rollout-data buffer"
 VERSION = 1
-#: Default text that joins the levels of a field name in files.
+#: Default separator between the levels of a field name in files.
 KEY_SEPARATOR = "-"
-#: Column of the table of final observations that contains the key of each row.
+#: Column with the key of each final observation, in the table of final observations.
 ROW_KEY = "row_key"
 _Self = TypeVar("_Self", bound="BufferStore")
 
@@ -36,8 +36,8 @@ _Self = TypeVar("_Self", bound="BufferStore")
 class BufferStore(Store):
     """Store that is saved in the folder layout of earlier systems.
 
-    The state has the rows as tensors `buffer/...`, and final observations as tensors `finals/...`.
-    A subclass implements `_get_state`, `_set_tables` and `_of_flat`.
+    In the state, the tensors of rows have names `buffer/...`, and those of final observations have
+    names `finals/...`. A subclass implements `_get_state`, `_set_tables` and `_of_flat`.
 
     Attributes:
         generator: Random generator of the samples.
@@ -49,7 +49,7 @@ class BufferStore(Store):
 
     @property
     def rng(self) -> torch.Generator:  # type: ignore[override]
-        """The attribute `generator`, by the name that `Store` uses."""
+        """Random generator of the samples: the attribute `generator`."""
         return self.generator
 
     @abstractmethod
@@ -79,7 +79,7 @@ class BufferStore(Store):
             DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, for example because the disk is full. The
                 earlier save is unchanged. Also an `OSError`.
-            UsageError: An earlier call on a GPU was wrong; the save is complete.
+            UsageError: An earlier call on a GPU was invalid. The save is complete nevertheless.
         """
         separator = (
             self.nested_key_separator if nested_key_separator is None else nested_key_separator
@@ -120,7 +120,7 @@ class BufferStore(Store):
     @classmethod
     @abstractmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the constructor arguments in a flat `config.json`.
+        """Return the constructor arguments that a flat config contains.
 
         Configs of earlier systems do not contain all arguments.
         """
@@ -139,7 +139,7 @@ class BufferStore(Store):
         )
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        # No copy here, because `_set_tables` copies the rows into the memory of the buffer.
+        # Not copied, because `_set_tables` copies the rows into the memory of the buffer.
         return tensor
 
     @classmethod
@@ -155,7 +155,7 @@ class BufferStore(Store):
         )
         separator = made.nested_key_separator = config.get("nested_key_separator", KEY_SEPARATOR)
         paths = {table: existing_folder(folder) / f"{table}{SUFFIX}" for table in (ROWS, FINALS)}
-        # A buffer that never had a row is saved without a file of rows.
+        # The save of a buffer that never had a row contains no file of rows.
         is_empty = "format" in config and not config.get("num_lanes") and not config.get("total", 1)
         if is_empty and not paths[ROWS].exists():
             paths.clear()
@@ -177,7 +177,7 @@ class BufferStore(Store):
         return made
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a flat state dict of an earlier release to the current form of a state dict."""
+        """Convert a state dict of an earlier release to the current form."""
         flat = {**state, **state.get("config", {})}
         tensors = {"rng": state["generator"]} if "generator" in state else {}
         for table, key in ((ROWS, "columns"), (FINALS, "final_columns")):
@@ -215,9 +215,9 @@ def rows_written(
     position = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
     num_live = num_rows
     if not has_total and is_full is False and position is not None and num_rows == num_slots:
-        num_live = position  # The file also contains the slots that were never written.
+        num_live = position  # The file also contains unwritten slots.
 
-    # After the last slot, the next step is written to the first slot.
+    # In a ring, the position after the last slot is the first slot.
     cursor = 0 if position == num_slots else position
     if has_total:
         total = int(numbers["total"])
@@ -244,7 +244,7 @@ def rows_written(
 
 
 def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Group the tensors named `table/column`: return them by table, then by column.
+    """Group tensors with names `table/column`: return a dict of columns for each table.
 
     Tensors without "/" in their names are left out.
     """
@@ -257,12 +257,12 @@ def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
 
 
 def column_name(key: str, separator: str, table: str = ROWS) -> str:
-    """Return the flat name of the column that a file stores as the dataset `key`."""
+    """Convert the name of a dataset in a file to the flat name of its column."""
     return key if table == FINALS and key == ROW_KEY else key.replace(separator, "/")
 
 
 def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
-    """Return the dataset names of columns: flat names with `separator` instead of "/".
+    """Convert the flat names of columns to the names of their datasets in a file.
 
     Raises:
         SchemaError: Two dataset names are equal, or a dataset name is invalid in HDF5.
@@ -277,8 +277,8 @@ def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
                 f"a key of field {name!r} contains the separator {separator!r}. Pass another "
                 "nested_key_separator."
             )
-        # HDF5 ends a name at a null character, reads "." as the group itself, and cannot encode
-        # lone surrogates.
+        # HDF5 ends a name at a null character and reads "." as the group itself. Lone surrogates
+        # cannot be encoded.
         if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
             raise SchemaError(
                 f"field {name!r} would have the name {key!r} in the file. A name must be valid "

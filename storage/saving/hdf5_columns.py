@@ -36,7 +36,7 @@ from .hdf5_files import (
     write_at,
 )
 
-#: Bytes per chunk of rows. One chunk is filled while another is written or used.
+#: Bytes per chunk of rows. While one chunk is written or used, the next chunk is filled.
 CHUNK_BYTES = 8 << 20
 #: Number of threads that prefetch chunks. More than one is useful, because computing checksums
 #: takes as long as reading.
@@ -45,18 +45,18 @@ _NUM_READERS = 4
 _FLUSH_BYTES = 128 << 20
 #: Alignment of the rows in a file, in bytes, so that the rows can be mapped into memory.
 _ALIGNMENT = 64
-#: Attribute of each file, and key of the config, that contains the save id.
+#: Name of the save id, in the attributes of each file and in the config.
 SAVE_ID = "save_id"
-#: Attribute of datasets that contains the dtype "bfloat16", which numpy does not have.
+#: Attribute that marks datasets of bfloat16, which numpy does not have.
 _DTYPE_TAG = "torch_dtype"
 #: Attribute of datasets that contains their checksum.
 _CRC_TAG = "crc32"
-#: Dtype in memory and dtype in the file, by name of the dtype.
+#: Torch dtype in memory and numpy dtype in the file, by the name of the dtype.
 _DTYPES = {**DTYPES, **COMPLEX_DTYPES, "bfloat16": (torch.bfloat16, np.dtype("<i2"))}
 
 
 class Table:
-    """Columns with equal numbers of rows. In the subclass `StoredTable`, they are in a file.
+    """Columns in memory, with equal numbers of rows.
 
     Attributes:
         shapes: Shape of each column by name, rows first.
@@ -77,7 +77,7 @@ class Table:
         return next(iter(lengths.values()), 0)
 
     def schema(self, num_lead: int) -> Schema:
-        """Return the fields of the columns, whose first `num_lead` axes are not event axes."""
+        """Return the columns as fields. The first `num_lead` axes of columns are not event axes."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
             raise SchemaError(
                 f"the columns must have at least {num_lead} axes, got the shapes {self.shapes}."
@@ -88,7 +88,7 @@ class Table:
         )
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield chunks in order: (number of the first row, rows of each column by name).
+        """Yield all rows in chunks: (number of the first row, rows of each column by name).
 
         The tensors of a chunk are only valid until the next chunk is requested.
         """
@@ -100,11 +100,11 @@ class Table:
 
 
 def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str) -> None:
-    """Write tensors from any device as datasets.
+    """Write columns to a new HDF5 file, one dataset per column.
 
     Args:
         path: Path of the new file.
-        columns: Tensors by name in the file, rows first. Views are accepted.
+        columns: Tensors on any device by name in the file, rows first. Views are accepted.
         save_id: Id of the save, which is written to all its files.
 
     Raises:
@@ -147,10 +147,10 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
 def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a column in chunks of whole rows.
 
-    A chunk stays valid until the chunk after the next chunk is requested.
+    Two buffers alternate. A chunk is overwritten when the second chunk after it is requested.
     """
     step = _chunk_rows(prod(column.shape[1:]) * column.element_size())
-    # Reuse two buffers, because new memory for a chunk would cost as much as writing the chunk.
+    # Reuse the buffers, because new memory for a chunk would cost as much as writing the chunk.
     buffers = torch.empty(
         (2, min(step, len(column)), *column.shape[1:]), dtype=column.dtype, device="cpu"
     )
@@ -163,13 +163,13 @@ def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
 def open_columns(
     path: Path, save_id: object, names: Iterable[str] | Callable[[str], str]
 ) -> Iterator[StoredTable]:
-    """Open a file that `write_columns` or an earlier system has written.
+    """Open the HDF5 file of a save, also of an earlier system, as a table of columns.
 
     Args:
         path: Path of the file.
         save_id: Expected id of the save; None for any id. A file without an id is accepted.
-        names: Names of the datasets to read. For all datasets, a function that maps the name of a
-            dataset to the name of its column.
+        names: Names of the datasets to read. Instead, a function that maps the name of a dataset to
+            the name of its column, to read all datasets.
 
     Raises:
         CorruptFileError: The file is missing or damaged. In the block, errors of the HDF5 library
@@ -197,7 +197,7 @@ def open_columns(
 
 
 class StoredTable(Table):
-    """Table whose columns are datasets of an open file.
+    """Table whose columns are datasets of an open HDF5 file.
 
     Args:
         path: Path of the file.
@@ -273,7 +273,7 @@ class StoredTable(Table):
         )
 
     def _fill(self, name: str, first: int, out: torch.Tensor) -> torch.Tensor:
-        """Fill `out` with the rows of a column that begin at row `first`. Return `out`.
+        """Read the rows of a column from row `first` on into `out`, and return `out`.
 
         The rows of a column must be read in order, because the checksum is computed during reading.
         The call that reads the last row compares the checksum.
@@ -328,7 +328,7 @@ def _chunk_rows(row_bytes: int) -> int:
 
 
 def _as_array(part: torch.Tensor) -> npt.NDArray[Any]:
-    if part.dtype is torch.bfloat16:  # numpy has no bfloat16
+    if part.dtype is torch.bfloat16:  # numpy does not have bfloat16.
         part = part.view(torch.int16)
     return part.numpy()
 
@@ -342,9 +342,9 @@ def _row_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _place(dataset: h5py.Dataset) -> int | None:
-    """Return the file offset at which a dataset's rows can be read without the HDF5 library.
+    """Return the file offset of the rows of a dataset, to read them without the HDF5 library.
 
-    Returns None if there are no rows, or if the library must unpack or convert them.
+    Returns None if there are no rows, or if the library must decompress or convert them.
     """
     if dataset.chunks is not None or not dataset.size:
         return None

@@ -1,6 +1,6 @@
-"""Safe access to HDF5 files: files are checked while they are read, and written through memory.
+"""Safe access to HDF5 files, despite three defects of the HDF5 library.
 
-This avoids three defects of the HDF5 library:
+The module avoids these defects:
 
 - If the disk fills up while a file is closed, the library crashes at the end of the process. Here
   the library writes only to memory.
@@ -32,7 +32,7 @@ import numpy as np
 from ..core.durable_files import open_regular
 from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
 
-#: First bytes of a global heap.
+#: First bytes of a global heap, the block of a file that contains texts of attributes.
 _MAGIC = b"GCOL"
 #: Bytes of the header of a global heap, and of the header of each object in it. The header of an
 #: object has an index (2 bytes), a count (2), unused bytes (4) and the size of the object (8).
@@ -42,17 +42,17 @@ _HEAD_BYTES = 16
 MAX_HEAP_BYTES = 1 << 20
 #: Upper bound for the number of bytes that DEFLATE unpacks from one byte.
 _MAX_EXPANSION = 1100
-#: Bytes of data that a file of any length may declare, since unwritten zeros take no space in it.
+#: Bytes of data that even a small file may declare, since unwritten zeros take no space in it.
 _MAX_UNWRITTEN_BYTES = 1 << 26
 #: Size limit of an attribute in bytes.
 _MAX_ATTRIBUTE_BYTES = 1 << 12
-#: The header of a group or dataset consists of messages. Type of a message with an attribute.
+#: Type of a message with an attribute. The header of a group or dataset consists of messages.
 _ATTRIBUTE = 12
-#: Type of a message with offset and length of the next part of the header.
+#: Type of a message with the offset and the length of the next part of the header.
 _CONTINUATION = 16
 #: Type of a message with the offset of a fractal heap, which contains more than eight attributes.
 _ATTRIBUTE_INFO = 21
-#: Maximum number of parts of a header, and of blocks of a fractal heap, to read.
+#: Maximum number of parts to read from a header, and of blocks from a fractal heap.
 _MAX_PARTS = 256
 #: Byte ranges in the header of a fractal heap: number of columns in the table of blocks, size of
 #: the first blocks, bits per offset, offset of the first block or table, rows of the table.
@@ -72,9 +72,9 @@ _DAMAGE = (
 class Guarded(io.RawIOBase):
     """File object that the HDF5 library reads. Reading a damaged global heap raises `OSError`.
 
-    Only for files that declare offsets and lengths of 8 bytes. A heap is recognized by its first
-    bytes, since the library starts a new read at each heap. It joins adjacent reads only for files
-    that are open for writing.
+    The file must use offsets and lengths of 8 bytes. A global heap is a block with the texts of
+    attributes. It is recognized by its first bytes, because the library starts a new read at each
+    heap. The library joins adjacent reads only in files that are open for writing.
     """
 
     @property
@@ -91,13 +91,13 @@ class Guarded(io.RawIOBase):
 
     @abstractmethod
     def read_at(self, num_bytes: int, start: int) -> bytes:
-        """Return `num_bytes` bytes from an offset on, or fewer at the end of the file."""
+        """Return `num_bytes` bytes from the offset `start` on, or fewer at the end of the file."""
 
     @abstractmethod
     def is_written(self, num_bytes: int, start: int) -> bool:
-        """Return whether a range of bytes is stored completely, without a gap of a sparse file.
+        """Return whether all bytes of a range are stored on disk.
 
-        A malicious file can declare large data in a gap, which takes no disk space.
+        A gap of a sparse file takes no disk space, so that a malicious file can declare large data.
         """
 
     def readinto(self, out: Any) -> int:
@@ -109,7 +109,7 @@ class Guarded(io.RawIOBase):
             if not count:
                 break
             done += count
-        # HDF5 uses the whole buffer, even if fewer bytes were read.
+        # HDF5 uses the whole buffer, even if fewer bytes were read. Fill the rest with zeros.
         view[done:] = bytes(len(view) - done)
         if view[:4] == _MAGIC:
             self._check_heap(start)
@@ -125,7 +125,7 @@ class Guarded(io.RawIOBase):
         at = _HEAD_BYTES
         while at + _HEAD_BYTES <= size:
             num_bytes = _number(heap[at + 8 : at + _HEAD_BYTES])
-            # Free space has the index 0, and its size includes its header.
+            # Free space is an object with the index 0, whose size includes the header.
             is_free = heap[at : at + 2] == b"\0\0"
             step = num_bytes if is_free else _HEAD_BYTES + -(-num_bytes // 8) * 8
             if not _HEAD_BYTES <= step <= len(heap) - at:
@@ -137,7 +137,7 @@ class Guarded(io.RawIOBase):
 
 
 class GuardedFile(Guarded, io.FileIO):
-    """`Guarded` file on this machine.
+    """Local HDF5 file whose global heaps are checked when the library reads them.
 
     Args:
         path: Path of the file.
@@ -160,7 +160,7 @@ class GuardedFile(Guarded, io.FileIO):
         return os.pread(self.fileno(), num_bytes, start)
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        # A file without gaps, as on a file system without sparse files, has a gap at its end.
+        # In a file without gaps, the end of the file counts as the first gap.
         return os.lseek(self.fileno(), start, os.SEEK_HOLE) >= start + num_bytes
 
 
@@ -168,13 +168,13 @@ def _number(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
-#: Open files by the number that the HDF5 library assigns to each file.
+#: File object of each open file, by the number that the HDF5 library assigns to the file.
 _OPEN: WeakValueDictionary[int, Guarded] = WeakValueDictionary()
 
 
 @contextmanager
 def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.File, Guarded]]:
-    """Open an HDF5 file for reading. Yields the file and its `Guarded` file object.
+    """Open an HDF5 file for reading. Yields the h5py file and the file object that it reads.
 
     Args:
         path: Path of the file, or its name in errors.
@@ -190,7 +190,7 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
         h5py.File(guarded, "r", locking=False) as file,
     ):
         offset_bytes, length_bytes = file.id.get_create_plist().get_sizes()
-        # `Guarded` supports no other sizes.
+        # `Guarded` reads offsets and lengths of 8 bytes only.
         if (offset_bytes, length_bytes) != (8, 8):
             raise CorruptFileError(
                 f"{str(path)!r} has HDF5 offsets of {offset_bytes} bytes and lengths of "
@@ -216,7 +216,7 @@ def reported(where: str) -> Iterator[None]:
 
 
 def member(group: h5py.Group, name: str, path: Path) -> Any:
-    """Return a group or dataset by name, if its data are in the same file.
+    """Return a group or dataset by name, and check that its data are in the same file.
 
     Only hard links are followed, because other links can refer to any file.
 
@@ -257,7 +257,8 @@ def attribute(node: Any, name: str) -> Any:
 def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
     """Check that no text of an attribute is longer than `MAX_HEAP_BYTES`.
 
-    The lengths are read from the bytes of the file, because the HDF5 library would allocate them.
+    The lengths are read from the bytes of the file, because the HDF5 library would allocate memory
+    of these lengths.
 
     Raises:
         CorruptFileError: A text is too long, or the attribute is not found in the bytes of the
@@ -292,10 +293,10 @@ def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
 
 
 def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[bytes]:
-    """Yield the header messages of a group or dataset that contain attributes.
+    """Yield the messages with attributes in the header of a group or dataset.
 
-    A fractal heap has no list of its attributes. If the attributes are in such a heap, this yields
-    all byte ranges that may be the message of the attribute `name`.
+    More than eight attributes are stored in a fractal heap, which has no list of them. In this
+    case, all byte ranges are yielded that may be the message of the attribute `name`.
 
     Args:
         file: The file.
@@ -313,10 +314,10 @@ def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[
     else:
         parts = [(place + 16, _number(head[8:12]))]
         gap = 8
-    # The loop appends further parts to the list.
+    # The header may have further parts, which the loop appends to the list.
     for number, (offset, num_bytes) in enumerate(parts):
         data = file.read_at(min(num_bytes, MAX_HEAP_BYTES), offset)
-        # Later parts begin with a signature of 4 bytes.
+        # In the new format, each part after the first begins with a signature of 4 bytes.
         at = 4 if is_new and number else 0
         while at + gap <= len(data) and number < _MAX_PARTS:
             message_type, size = struct.unpack_from("<BH" if is_new else "<HH", data, at)
@@ -344,12 +345,12 @@ def _named(block: bytes, name: bytes) -> Iterator[bytes]:
 
 
 def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
-    """Yield the blocks of a fractal heap.
+    """Yield the blocks of a fractal heap, which contain its attributes.
 
     Yields nothing for compressed heaps, and for heaps that store objects outside of their blocks.
     Only the first level of a table of blocks is read.
     """
-    # HDF5 uses the largest address for "no heap".
+    # The largest address means that there is no heap.
     head = file.read_at(142, place) if place < 1 << 62 else b""
     if (
         head[:4] != b"FRHP"
@@ -372,7 +373,7 @@ def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
 
 
 class Allowance:
-    """Limit for the memory of all datasets of a file, computed from the size of the file.
+    """Limit for the total memory of the datasets of a file, computed from the size of the file.
 
     Args:
         file_bytes: Size of the file in bytes.
@@ -384,7 +385,7 @@ class Allowance:
         self._most_bytes = max(file_bytes, _MAX_UNWRITTEN_BYTES)
 
     def take(self, dataset: h5py.Dataset, where: str) -> None:
-        """Add the memory of a dataset to the total. Call this before reading the dataset.
+        """Add a dataset to the total, before it is read, and check the limit.
 
         Raises:
             CorruptFileError: The total is larger than the content of the file can be.
@@ -457,7 +458,7 @@ class SparseFile(io.RawIOBase):
 
 
 def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) -> h5py.File:
-    """Create an HDF5 file in memory, in a third of the time of `h5py.File(header, "w", ...)`.
+    """Create an HDF5 file in memory, three times as fast as `h5py.File(header, "w", ...)`.
 
     Args:
         header: File object that receives the bytes of the file.
@@ -478,7 +479,7 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
 
 
 def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Create a contiguous dataset without data, and return its file offset.
+    """Create a contiguous dataset without data, and return the file offset of its data.
 
     The caller writes the bytes at this offset later, without the HDF5 library.
     """

@@ -1,4 +1,4 @@
-"""Folders of saves: `config.json` and one HDF5 file per table, replaced and read as a whole.
+"""Folders of saved stores: `config.json` and one HDF5 file per table.
 
 A table is a set of columns with equal numbers of rows. All files of a folder contain the same save
 id, a random text. If another process replaces the folder during a read, the read is repeated.
@@ -29,13 +29,13 @@ from ..errors import (
 from .hdf5_columns import SAVE_ID, write_columns
 
 CONFIG_NAME = "config.json"
-#: Name of the table with all tensors of a store that is not a `BufferStore`.
+#: Name of the only table of a store, unless the store is a `BufferStore`.
 COLUMNS = "columns"
 #: Name of the table with the rows of a `BufferStore`.
 ROWS = "buffer"
 #: Name of the table with the final observations of a `BufferStore`.
 FINALS = "finals"
-#: Suffix of the file of a table.
+#: Suffix of the files of tables.
 SUFFIX = ".hdf5"
 _OWN_NAMES = frozenset({CONFIG_NAME, *(table + SUFFIX for table in (COLUMNS, ROWS, FINALS))})
 #: Errors that Python and torch raise if a damaged file contains values of wrong types or sizes.
@@ -64,7 +64,7 @@ def write_folder(
     tables: Mapping[str, Mapping[str, torch.Tensor]],
     config: Mapping[str, Any],
 ) -> None:
-    """Write a folder atomically, and replace an earlier save.
+    """Write a store to a folder atomically, and replace an earlier save.
 
     Args:
         folder: Folder to write.
@@ -83,7 +83,7 @@ def write_folder(
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a folder's `config.json`."""
+    """Read `config.json` of a folder, even while another process replaces the folder."""
     for _ in range(_MAX_CONFIG_READS):
         try:
             return read_json(existing_folder(folder) / CONFIG_NAME)
@@ -98,7 +98,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def check_version(
     folder: str | os.PathLike[str], config: Mapping[str, Any], name: str, version: int
 ) -> None:
-    """Raise `ForeignFileError` if a config has another format than `name`, or another version."""
+    """Check that a config has the format `name` and the version `version`."""
     if config.get("format") != name or config.get("version") != version:
         raise ForeignFileError(
             f"{str(folder)!r} has the format {config.get('format')!r} of version "
@@ -108,12 +108,12 @@ def check_version(
 
 
 def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
-    """Call `load` with the config of a folder. Repeat if another process replaces the folder.
+    """Load a folder whose files are all from one save, even if another process replaces it.
 
     Args:
         path: Folder to load.
         load: Function that maps the config to the loaded object. It raises an error if a file has
-            the id of another save.
+            the id of another save. It is called again if the folder was replaced.
     """
     num_loads = 0
     while True:
@@ -124,7 +124,7 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
             with as_damage(path):
                 return load(config)
         except (RolloutDataError, OSError):
-            # The content has another path between the two renames of `replace_folder`.
+            # While a folder is replaced, its content has another path for a moment.
             has_same_place = existing_folder(path) == place
             is_same_save = has_same_place and read_config(path).get(SAVE_ID) == config.get(SAVE_ID)
             if is_same_save or num_loads == _MAX_LOADS:
@@ -133,7 +133,7 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
 
 @contextmanager
 def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert errors about damaged content to `CorruptFileError`, with the name of the folder."""
+    """Convert errors that damaged content causes to `CorruptFileError`, and name the folder."""
     try:
         yield
     except RolloutDataError as error:
@@ -141,7 +141,7 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
             error.message = f"{str(path)!r} cannot be loaded: {error.message}"
         raise
     except (*NONSENSE, OSError) as cause:
-        # A wrong size in a damaged file causes ENOMEM, if so much memory cannot be mapped.
+        # A wrong size in a damaged file causes ENOMEM, if memory of this size cannot be mapped.
         is_no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
         is_damage = is_no_memory or isinstance(cause, NONSENSE)
         if not is_damage or isinstance(cause, torch.cuda.OutOfMemoryError):
@@ -152,7 +152,7 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
-    """Return the device of a store to load: `wanted`, or the saved device if `wanted` is None.
+    """Return the device onto which a store is loaded: `wanted`, by default the saved device.
 
     If the saved device does not exist, the result is the CPU, and a warning is issued.
     """

@@ -49,13 +49,13 @@ from .saved_folder import (
 
 FORMAT = "rollout-data snapshot"
 VERSION = 1
-#: Required keys of a config, with the types of their values.
+#: Required keys of `config.json`, with the types of their values.
 _CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
 #: Sizes in bytes of the state of a `torch.Generator` on the CPU and on CUDA.
 _RNG_BYTES = {5056, 16}
 _Store = TypeVar("_Store", bound="Store")
 
-#: Classes that `load_store` can load, by name. The definition of a subclass of `Store` adds it.
+#: Classes that `load_store` can load, by name. Each definition of a subclass of `Store` adds it.
 STORES: dict[str, type[Store]] = {}
 
 
@@ -70,8 +70,8 @@ class State:
     Attributes:
         arguments: Constructor arguments of the store, as JSON values.
         numbers: Counters and flags, as JSON values.
-        tensors: Tensors by name, with levels joined by "/". The name `rng` is the random state.
-            `Store` adds it, if `_get_state` does not.
+        tensors: Tensors by name, with levels joined by "/". The tensor `rng` is the random state,
+            which `Store` adds unless the subclass sets it.
     """
 
     arguments: dict[str, Any]
@@ -80,7 +80,7 @@ class State:
 
 
 class Store(Shown, ABC):
-    """Base class with `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
+    """Base class of buffers and storages that can be saved, loaded, pickled and copied.
 
     A subclass sets the attributes below and implements `_get_state` and `_set_state`. The lock is
     held during both methods, and `_order` orders them with work on other CUDA streams. A subclass
@@ -92,8 +92,8 @@ class Store(Shown, ABC):
         device: Device of the rows.
         rng: Random generator of the samples.
         _lock: Lock held by every method that reads or writes rows.
-        _order: Order of reads and writes of rows by different CUDA streams. If each part of a store
-            has its own `StreamOrder`, that of the store is for the CPU and does nothing.
+        _order: Synchronization of the CUDA streams that read and write rows. If each part of a
+            store has its own `StreamOrder`, that of the store is for the CPU and does nothing.
     """
 
     #: Whether the tensors of the state have the full size of the memory of the store, including
@@ -115,7 +115,7 @@ class Store(Shown, ABC):
 
     @abstractmethod
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the state of an equal store, without the random state.
+        """Load the state, without the random state, of a store with the same class and arguments.
 
         The tensors are on the store's device, and the store may keep them. An implementation raises
         an error for a state that does not match the store. The caller then restores the attributes,
@@ -125,7 +125,7 @@ class Store(Shown, ABC):
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        """Create an empty store with constructor arguments from `State.arguments`.
+        """Create an empty store with the constructor arguments of a saved store.
 
         This does not advance torch's default generator. The caller sets the random state.
         """
@@ -133,7 +133,7 @@ class Store(Shown, ABC):
         return make(**arguments, device=device, generator=0)
 
     def _options(self) -> dict[str, Any]:
-        """Return the attributes, by name, that a pickle or copy contains, but a save does not."""
+        """Return attributes that pickles and copies contain in addition to the state, by name."""
         return {
             name: vars(self)[name]
             for name in ("output_device", "nested_key_separator")
@@ -156,7 +156,7 @@ class Store(Shown, ABC):
         self.take_state(state["numbers"], state["tensors"])
 
     def check_form(self, state: Mapping[str, Any]) -> None:
-        """Raise `SchemaError` if a state is not a result of `state_dict` in this version."""
+        """Check that a state has the keys, types and version of a result of `state_dict`."""
         if not isinstance(state, Mapping):
             raise SchemaError(f"state must be a mapping, got {type(state).__name__}.")
         if state.get("version", VERSION) != VERSION:
@@ -180,7 +180,7 @@ class Store(Shown, ABC):
             DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, for example because the disk is full. The
                 earlier save is unchanged. Also an `OSError`.
-            UsageError: An earlier call on a GPU was wrong; the save is complete.
+            UsageError: An earlier call on a GPU was invalid. The save is complete nevertheless.
         """
         with self._lock, self._order.reads:
             state = self._whole_state()
@@ -219,7 +219,7 @@ class Store(Shown, ABC):
     def load(
         cls: type[_Store], folder: str | os.PathLike[str], device: torch.device | str | None = None
     ) -> _Store:
-        """Load a store from a folder of `save`.
+        """Load a store from the folder of a save.
 
         Args:
             folder: Folder that `save` has written.
@@ -241,7 +241,7 @@ class Store(Shown, ABC):
             return state
 
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raise `SchemaError` if this store is not equal to the store of a state.
+        """Check that a state is of a store with the same class and constructor arguments.
 
         Args:
             name: Name of the class in the state.
@@ -308,9 +308,9 @@ class Store(Shown, ABC):
     def _check_sizes(
         cls, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raise `SchemaError` if the saved tensors are smaller than the store of these arguments.
+        """Check that the saved tensors are at least as large as a store with these arguments.
 
-        Wrong arguments in a damaged folder could otherwise allocate too much memory.
+        Otherwise, wrong arguments in a damaged folder could allocate too much memory.
         """
         empty = cls._from_arguments(arguments, torch.device("meta"))._get_state().tensors
         empty_bytes = sum(x.nbytes for x in empty.values())
@@ -323,11 +323,13 @@ class Store(Shown, ABC):
 
     @lasting
     def take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the state of an equal store. After an error this store is unchanged.
+        """Load the state of a store with the same class and constructor arguments.
+
+        After an error this store is unchanged.
 
         Args:
-            numbers: `State.numbers`.
-            tensors: `State.tensors`, on any device.
+            numbers: Counters and flags of the state.
+            tensors: Tensors of the state, on any device.
         """
         with self._lock, self._order.writes, self.unchanged_on_failure():
             try:
@@ -365,7 +367,7 @@ class Store(Shown, ABC):
             raise
 
     def _random_state(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return the state to set in the generator `rng`, for a saved random state.
+        """Convert a saved random state to a state of this store's generator.
 
         A subclass may replace `rng` in this method.
         """
@@ -405,16 +407,16 @@ def load_store(path: str | os.PathLike[str], device: torch.device | str | None =
 
 
 def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
-    """Load a saved buffer or storage of any class; see `load_store`."""
+    """Load a saved buffer or storage of any class. This is an alias of `load_store`."""
     return load_store(path, device)
 
 
 def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.Tensor:
-    """Return a random state for `generator`: the state `saved`, if its device type is the same.
+    """Convert a saved random state for a generator, which may be of another device type.
 
-    CPU and CUDA have different forms of random states. For another device type, this returns a
-    state that is seeded from `saved`, and issues a warning. All loads of a save then draw the same
-    numbers, but not those of the saved store.
+    CPU and CUDA have different forms of random states. For the same device type, the result is
+    `saved`. For another device type, the result is seeded from `saved`, and a warning is issued.
+    All loads of a save then draw the same numbers, but not those of the saved store.
     """
     if saved.numel() not in _RNG_BYTES - {generator.get_state().numel()}:
         return saved
@@ -432,7 +434,7 @@ def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.T
 
 
 def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return a number of a loaded state. Raises `SchemaError` if it is not in [`low`, `high`]."""
+    """Check that a number of a loaded state is an integer in [`low`, `high`], and return it."""
     count = numbers[name]
     if not is_whole(count) or not low <= count <= high:
         raise SchemaError(
@@ -444,7 +446,7 @@ def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) ->
 def checked_tensor(
     tensors: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Return a tensor of a loaded state. Raises `SchemaError` for another dtype or shape."""
+    """Check the dtype and the shape of a tensor of a loaded state, and return the tensor."""
     tensor = tensors[name]
     if tensor.dtype != dtype or list(tensor.shape) != list(shape):
         expected = f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
@@ -479,7 +481,7 @@ def _read_tensors(
     with open_columns(path, config.get(SAVE_ID), columns) as file:
         for name, column in columns.items():
             dtype = file.dtypes[name]
-            # Earlier saves store bfloat16 as uint16, without a tag.
+            # Saves of earlier releases store bfloat16 as uint16, without a mark.
             is_untagged = column["dtype"] == "bfloat16" and dtype == "uint16"
             has_dtype = is_untagged or dtype == column["dtype"]
             if not has_dtype or list(file.shapes[name]) != column["shape"]:
@@ -487,7 +489,7 @@ def _read_tensors(
                     f"{name!r} of {str(path)!r} is {dtype} of shape {list(file.shapes[name])}, "
                     f"expected {column['dtype']} of shape {column['shape']}."
                 )
-            # Earlier saves have their checksums in the config.
+            # Saves of earlier releases have the checksums in the config.
             file.sums[name] = column.get("crc32", file.sums[name])
             tensors[name] = file.read(name)
             if is_untagged:
