@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-#: Kinds of numpy dtypes that are loaded. Structured dtypes are not, because they could describe
+#: Kinds of numpy dtypes that are loaded. Structured dtypes are refused, because they could describe
 #: memory outside of the array.
 _KINDS = "biufcSUmMO"
 #: Types whose values torch loads without conditions.
@@ -48,15 +48,20 @@ _PLAIN = (
 _MOST_INT = 1 << 2000
 #: Function by which pickle protocol 2 refers to a class that is defined within another class.
 _GETATTR = "builtins.getattr"
-#: End of names that no file can contain, because this character ends each name in a pickle.
+#: Character that ends each name in a pickle. A name with this character can therefore not occur in
+#: a file.
 _NO_NAME = "\n"
-#: Lock held while this module has added names to torch's list of allowed names. The list is global
-#: to the process.
+#: Lock of torch's list of allowed names, which is global to the process. It is held while the list
+#: contains names of this module.
 _loading = threading.Lock()
 
 
 class NotLoadedError(pickle.UnpicklingError):
-    """A checkpoint refers to global names that are not allowed: the attribute `names`."""
+    """A checkpoint refers to classes or functions that may not be loaded.
+
+    Attributes:
+        names: Their global names, such as `os.system`.
+    """
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(", ".join(names))
@@ -65,7 +70,7 @@ class NotLoadedError(pickle.UnpicklingError):
 
 @contextmanager
 def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
-    """Add the global names in a checkpoint to torch's list of allowed names during the block.
+    """Let torch load the harmless classes and functions in a checkpoint during the block.
 
     Yields whether names were added. If so, the loaded result may contain replacements, and the
     caller must pass it to `check_values`.
@@ -77,7 +82,7 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
         NotLoadedError: The checkpoint contains names that are not allowed.
     """
     with ExitStack() as contexts:
-        # Lock first, because another load may have added names to the global list.
+        # Lock first, because a load in another thread may have added names to the global list.
         contexts.enter_context(_loading)
         needed = get_unsafe_globals_in_checkpoint(content)
         content.seek(0)
@@ -100,7 +105,7 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
 
 
 def _replacements(names: list[str]) -> dict[str, Any]:
-    """Return the replacement of each global name that is allowed. Other names are left out."""
+    """Return a safe function to call instead of each allowed name; leave out other names."""
     replacements: dict[str, Any] = {
         name: _FIXED_REPLACEMENTS[name] for name in names if name in _FIXED_REPLACEMENTS
     }
@@ -127,14 +132,14 @@ def _replacements(names: list[str]) -> dict[str, Any]:
 
 
 def _imported_class(name: str) -> type | None:
-    """Return the class named `name` if the program already imported it, otherwise None."""
+    """Return a class by its global name if the program already imported it, otherwise None."""
     module, _, attribute = name.rpartition(".")
     value = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
     return value if isinstance(value, type) else None
 
 
 class _Outer:
-    """Replacement of a class within which an enum is defined. The class itself cannot be called."""
+    """Replacement, without calls, of a class within which an enum is defined."""
 
     def __init__(self, outer_class: type) -> None:
         self.outer_class = outer_class
@@ -156,10 +161,10 @@ def _enums_in(outer_class: type) -> list[type[enum.Enum]]:
 
 
 def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) -> Any:
-    """Return the replacement of the class `name` that is defined within another class.
+    """Find a class within another class, instead of a call of `getattr` by the file.
 
-    For an enum, this is its lookup in `lookups`. For a class that contains an enum, it is another
-    `_Outer`.
+    For an enum, the result is its function in `lookups`. For a class that contains an enum, it is
+    another `_Outer`. Other classes raise an error.
 
     Args:
         lookups: Function that returns a member by its value, for each enum class.
@@ -175,9 +180,9 @@ def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) 
 
 
 def _member(enum_class: type[enum.Enum], value: Any) -> enum.Enum:
-    """Return the member of `enum_class` with the value `value`.
+    """Return the member of an enum with a value.
 
-    The class is not called, since a call could run code in its method `_missing_`.
+    The enum is not called, since a call could run code in its method `_missing_`.
     """
     for member in enum_class.__members__.values():
         if type(member.value) is type(value) and member.value == value:
@@ -186,8 +191,8 @@ def _member(enum_class: type[enum.Enum], value: Any) -> enum.Enum:
         name for base in _classes_of_program(enum_class) for name in vars(base)
     }
     if is_flag and type(value) is int:
-        # A combination of several flags is not a member. The call is safe, because the class has no
-        # `_missing_` of its own.
+        # A combination of several flags is not a member. Calling the enum is safe here, because it
+        # has no `_missing_` of its own.
         return enum_class(value)
     raise pickle.UnpicklingError(
         f"{enum_class.__module__}.{enum_class.__qualname__} has no member with the value {value!r}"
@@ -200,18 +205,18 @@ def _classes_of_program(enum_class: type) -> list[type]:
 
 
 def _array() -> None:
-    """Do nothing. This function replaces `numpy.ndarray`, to which each pickled array refers."""
+    """Replacement of `numpy.ndarray`, which pickles of arrays name but do not call."""
 
 
 def _empty_array(array_class: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
-    """Return an empty array. Loading then sets its shape, dtype and values."""
+    """Return an empty array, whose shape, dtype and values torch sets afterwards."""
     if array_class is not _array or shape != (0,):
         raise pickle.UnpicklingError("a subclass of numpy.ndarray")
     return np.empty(0, np.int8)
 
 
 def _no_bytes() -> bytes:
-    """Return empty bytes. Pickle protocol 2 encodes empty bytes as a call of `bytes`."""
+    """Return empty bytes, which pickle protocol 2 encodes as a call of `bytes`."""
     return b""
 
 
@@ -234,8 +239,8 @@ def _scalar(dtype: Any, value: Any) -> Any:
     return np.frombuffer(value, dtype)[0]
 
 
-#: Replacements of global names that are always allowed. numpy 1 and 2 use different names for the
-#: same objects.
+#: Functions that are called instead of the always allowed global names. numpy 1 and 2 use different
+#: names for the same functions.
 _FIXED_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "builtins.bytes": _no_bytes,
@@ -245,8 +250,8 @@ _FIXED_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
 _DTYPE_CLASSES: set[type] = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUmMO"}
-#: Classes of objects whose state a file may set. torch's list must contain these classes, but a
-#: file must not call them. Therefore they have names that no file can contain.
+#: Classes whose objects a file may fill, but which it must not call. torch fills only objects of
+#: allowed classes. These classes are therefore allowed under names that no file can contain.
 _BUILT: list[tuple[Any, str]] = [
     (kind, f"{kind.__name__}{_NO_NAME}") for kind in {np.ndarray, *_DTYPE_CLASSES}
 ]
@@ -281,7 +286,7 @@ def refused_part(checkpoint: Any) -> tuple[str, str] | None:
 
 
 def check_values(loaded: Any) -> None:
-    """Raise `UnpicklingError` if a loaded checkpoint contains a replacement instead of a value."""
+    """Check that a loaded checkpoint contains no class or function in place of a value."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("checkpoint", loaded)]
     while waiting:
@@ -295,9 +300,10 @@ def check_values(loaded: Any) -> None:
 
 
 def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
-    """Return (path, item) for each item of a container; None for other objects.
+    """Return the items of a container with their paths, such as `checkpoint['agent'][0]`.
 
-    The path of the container is `path`. Only containers that are loaded by default count.
+    `path` is the path of the container. Returns None for other objects, and for containers of types
+    that `load_checkpoint` does not load by default.
     """
     part_type = type(part)
     if part_type in (dict, OrderedDict, Counter):
@@ -323,9 +329,9 @@ def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
 
 
 def _is_always_loaded(part: Any) -> bool:
-    """Return whether the type and layout of a value show that it is loaded by default.
+    """Return whether a value is a tensor or a numpy value that is certainly loaded by default.
 
-    `_why_refused` tests all other values.
+    False means that loading must be tried.
     """
     if isinstance(part, torch.Tensor):
         is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
@@ -337,7 +343,7 @@ def _is_always_loaded(part: Any) -> bool:
 
 
 def reason(cause: BaseException) -> str:
-    """Return the reason in an error message of torch's loader, without the advice after it."""
+    """Return the reason in an error message of torch's loader, without its advice."""
     text = str(cause).rpartition("WeightsUnpickler error: ")[2] or type(cause).__name__
     return text.strip().splitlines()[0]
 

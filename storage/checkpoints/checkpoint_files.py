@@ -33,11 +33,11 @@ from .allowed_types import NotLoadedError, allowed_globals, check_values, reason
 
 #: Suffix of compressed checkpoints.
 SUFFIX = ".lz4"
-#: Member of the zip archive that contains `meta`.
+#: Name of the zip member that contains the metadata of the user.
 META_NAME = "archive/meta.json"
 _ZIP_MAGIC = b"PK\x03\x04"
-#: Header of a zip member. The content follows after the name and the extra field, whose lengths are
-#: the last two numbers of the header.
+#: Header of a zip member. Its last two numbers are the lengths of the name and the extra field,
+#: which precede the content.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
 #: Errors that damaged pickles cause, in addition to `UnpicklingError` and errors of torch.
@@ -53,7 +53,7 @@ _NONSENSE = (
 
 
 class MissingCheckpointError(DataFileError, FileNotFoundError):
-    """A checkpoint does not exist."""
+    """No file of a checkpoint exists."""
 
 
 def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None) -> None:
@@ -78,14 +78,14 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
         if level is None and meta is not None:
             with zipfile.ZipFile(new, "a") as archive:
                 archive.writestr(META_NAME, meta)
-        # `_find` compares these times. Times that the file system sets are too coarse to order two
-        # saves in quick succession.
+        # Loading compares the times of two files of a checkpoint. Times that the file system sets
+        # are too coarse to order two saves in quick succession.
         now_ns = time.time_ns()
         os.utime(new, ns=(now_ns, now_ns))
 
 
 def save_to(obj: Any, file: IO[bytes] | Lz4Writer) -> None:
-    """Call `torch.save`. On a full disk, raises the original `OSError` instead of torch's error."""
+    """Save an object by `torch.save`. A full disk raises `OSError`, not an error of torch."""
     try:
         torch.save(obj, cast(IO[bytes], file))
     except RuntimeError as cause:
@@ -131,9 +131,9 @@ def load_checkpoint_parallel(
     num_threads: int | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Load a checkpoint as `load_checkpoint` does, with several threads that decode LZ4 blocks.
+    """Load a checkpoint, and decompress it in several threads. Arguments: see `load_checkpoint`.
 
-    With `num_threads=None` there is one thread per available processor, but at most 8.
+    `num_threads` None means one thread per available processor, but at most 8.
     """
     if num_threads is None:
         num_threads = min(8, num_processors())
@@ -158,10 +158,10 @@ def load_checkpoint_parallel(
 
 
 def map_checkpoint(path: Path) -> Any:
-    """Load an uncompressed checkpoint. The memory of its tensors is mapped from the file.
+    """Load an uncompressed checkpoint, whose tensors are mapped from the file into memory.
 
     Writing to a tensor does not change the file. Only tensors and plain types are loaded, as by
-    `load_checkpoint`. Checksums are not checked, because that would read the whole file.
+    default in `load_checkpoint`. Checksums are not checked, because that would read the whole file.
 
     Raises:
         CorruptFileError: The file is truncated, or declared sizes exceed the file.
@@ -182,18 +182,18 @@ def _unpickled(
     map_location: Any,
     weights_only: bool,
 ) -> Any:
-    """Call `torch.load`, and convert the errors that damaged and unsafe files cause.
+    """Load a checkpoint by `torch.load`; convert the errors of damaged and unsafe files.
 
     Args:
         content: The zip archive, whose members were checked.
         path: Path of the file, for errors.
-        source: `content` to read the tensors, or the path of the archive to map them.
+        source: `content` to read the tensors into memory, or the path of the archive to map them.
         map_location: As for `torch.load`.
         weights_only: Whether only tensors and plain types are loaded.
     """
     content.seek(0)
     try:
-        # Loading runs code of the file only if the caller passes `weights_only=False`.
+        # Only with `weights_only=False`, loading may run code of the file.
         with allowed_globals(content) if weights_only else nullcontext(False) as has_names:
             loaded = torch.load(
                 source,
@@ -254,7 +254,7 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a checkpoint's file: the newer of `path` and `path` + ".lz4"."""
+    """Return the file of a checkpoint: the newer of `path` and `path` + ".lz4"."""
     plain = arguments.path("", path)
     candidates = (
         [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
@@ -280,7 +280,7 @@ def _is_compressed(file: IO[bytes], path: Path) -> bool:
 
 
 def _mapped(file: IO[bytes]) -> memoryview:
-    """Map a non-empty file into memory. The mapping exists as long as a view of it."""
+    """Map a non-empty file into memory, for as long as a view of the memory exists."""
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
@@ -318,7 +318,7 @@ class _MemoryFile(io.RawIOBase):
 
 
 def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of a zip archive by name. Only the directory of the archive is read.
+    """Read the directory of a zip archive, and return its members by name.
 
     Raises:
         CorruptFileError: The file is not a zip archive, a member is compressed, or the members are
@@ -350,7 +350,7 @@ def _check_member(
 ) -> int:
     """Check the checksum of a zip member and return the offset of its content.
 
-    The content is read in pieces into `buffer`, in a third of the time of `zipfile`.
+    The content is read piece by piece into `buffer`, three times as fast as with `zipfile`.
     """
     name = f"member {member.filename!r}"
     file.seek(member.header_offset)

@@ -1,4 +1,4 @@
-"""Save checkpoints in a background thread during training.
+"""`AsyncCheckpointSaver`: saves checkpoints in a background thread during training.
 
 `save_async` copies every tensor before it returns. The copy shares no memory with the original.
 Tensors that share memory in the original share memory in the copy. All tensors of a copy are in one
@@ -70,7 +70,7 @@ class AsyncCheckpointSaver(Owned):
     ) -> None:
         self.max_queue_size = arguments.whole("max_queue_size", max_queue_size, 1)
         self.on_full = arguments.choice("on_full", on_full, ON_FULL)
-        #: Number of checkpoints dropped by "drop_oldest".
+        #: Number of checkpoints that were dropped because the queue was full.
         self.num_dropped = 0
         if monitor is not None:
             expected = "a PerformanceMonitor or None"
@@ -80,8 +80,8 @@ class AsyncCheckpointSaver(Owned):
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._worker = Worker("checkpoints", max_pending=max_queue_size)
         self._owner = self._worker.owner
-        #: Checkpoints that are not written yet, oldest first: the future, and a list with the copy.
-        #: The list is cleared when the copy is written or dropped.
+        #: Checkpoints that are not written yet, oldest first: the future, and a list that contains
+        #: the copy. The list is cleared when the copy is written or dropped, to free its memory.
         self._waiting: list[tuple[Future[Path], list[Any]]] = []
         self._is_closed = False
         #: Lock held while a call waits for room in the queue and copies its checkpoint.
@@ -92,7 +92,7 @@ class AsyncCheckpointSaver(Owned):
         try:
             super().__exit__()
         except CheckpointError:
-            # An error of the `with` block takes precedence.
+            # An error of the `with` block is more important than the error of a save.
             if failure is None:
                 raise
 
@@ -197,7 +197,7 @@ class AsyncCheckpointSaver(Owned):
             self._pool.clear()
 
     def close(self, wait: bool = True) -> None:
-        """Call `shutdown(wait)`."""
+        """Write all accepted checkpoints and stop. The same as `shutdown`."""
         self.shutdown(wait)
 
     def _wait_for_room(self, path: Path) -> None:
@@ -226,7 +226,10 @@ class AsyncCheckpointSaver(Owned):
                 wait([future for future, _ in self._waiting], return_when=FIRST_COMPLETED)
 
     def _write(self, held: list[Any], path: Path, level: int | None, meta: bytes | None) -> Path:
-        """Write the copy `held[0]` in the background thread, then delete all references to it."""
+        """Write a copy in the background thread, then free its memory.
+
+        `held` is a list that contains the copy. It is cleared at the end.
+        """
         try:
             with self._monitor.timer("checkpoint/write"):
                 write_checkpoint(held[0], path, level, meta)
@@ -255,8 +258,8 @@ def _finish_open_savers() -> None:
         raise failure
 
 
-# Python waits for the threads of a pool before it calls functions of `atexit`. Accepted checkpoints
-# are then written, and this function raises the errors of failed saves.
+# When Python calls this function at exit, it has already waited for the threads of pools. All
+# accepted checkpoints are then written, and the function raises the error of a failed save.
 atexit.register(_finish_open_savers)
 
 
@@ -283,7 +286,7 @@ def _to_json(meta: Any, target: Path) -> bytes:
 
 
 def copy_object(obj: Any, pool: BufferPool) -> Any:
-    """Return a copy of a nested dict, list, tuple, named tuple, dataclass or other object.
+    """Copy any object, such as a nested dict, with its tensors on the CPU.
 
     Args:
         obj: Any object. Its tensors may be on any device, share storage or occur more than once.
@@ -294,14 +297,16 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
         parameters. Strides are kept unless they leave gaps. Other leaves are copied by
         `copy.deepcopy`, which may raise its own errors.
     """
-    # `deepcopy` returns the object in its memo for the `id` of an object, here a copied tensor.
+    # For an object whose `id` is in its memo, `deepcopy` returns the object in the memo. The memo
+    # contains the copied tensors.
     return copy.deepcopy(obj, dict[int, Any](_copy_tensors(_find_tensors(obj), pool)))
 
 
 def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
-    """Return the tensors in an object that `_copy_tensors` copies, by their `id`.
+    """Return the dense tensors in an object, by their `id`.
 
-    Sparse and quantized tensors, tensor subclasses and meta tensors are left to `deepcopy`.
+    Sparse and quantized tensors, tensor subclasses and meta tensors are left out, since `deepcopy`
+    copies them.
     """
     tensors: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
@@ -353,8 +358,8 @@ def _copy_tensors(tensors: Mapping[int, torch.Tensor], pool: BufferPool) -> dict
         if span.is_on_cuda:
             target = torch.empty(span.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
-            # A tensor from a slice of an array has a storage of its own size. A slice of a tensor
-            # would have the storage of the whole buffer.
+            # Slice the array, so that the storage of the tensor has the size of the slice. A slice
+            # of a tensor would have the storage of the whole buffer.
             target = torch.from_numpy(buffer[start : start + span.num_bytes])
             start += span.room
         copies |= _copy_span(span, target)
@@ -369,11 +374,11 @@ def _copy_tensors(tensors: Mapping[int, torch.Tensor], pool: BufferPool) -> dict
 
 
 class _Span(NamedTuple):
-    """A byte range of the storage of one or more tensors.
+    """A byte range of memory that contains one or more tensors.
 
     Attributes:
         tensors: Tensors in the range, by the `id` of the original tensor.
-        start: First byte in the storage.
+        start: First byte of the range in the storage of the tensors.
         num_bytes: Size of the range.
         device: Device of the storage.
     """
@@ -411,13 +416,13 @@ def _span(group: dict[int, torch.Tensor]) -> _Span:
         stops.append(starts[-1] + (reach + 1) * tensor.itemsize)
     start = min(starts)
     if len(group) > 1:
-        # Each tensor must start at a multiple of its element size in the copy, too.
+        # Align the range, so that each tensor in the copy starts at a multiple of its element size.
         start = start // _ALIGNMENT * _ALIGNMENT
     return _Span(group, start, max(stops) - start, tensor.device)
 
 
 def _copy_span(span: _Span, target: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Copy a span to `target` and return a view of each tensor in it, by `id`.
+    """Copy a byte range to `target`, and return a view of `target` for each tensor, by `id`.
 
     `target` is `[num_bytes]` uint8 on the CPU. If it is pinned, the copy is asynchronous.
     """
