@@ -67,18 +67,19 @@ class LiveTrajectories:
         self.num_samples = 0
         self.gatherer = RowGatherer(cache, trusted)
         self._layouts: dict[RowLayout, int] = {}
-        #: The first `_stop` table rows are in use, one per trajectory in the order of adding. Table
-        #: rows of the oldest `_num_removed` trajectories are no longer in the table.
+        #: One row per trajectory, in the order of adding. Rows from `_stop` on are free. The oldest
+        #: `_num_removed` of all trajectories that were ever added have no row any more.
         self._table = np.zeros(_MIN_FREE_ROWS, TABLE_DTYPE)
         self._stop = 0
         self._num_removed = 0
-        #: `min_weights_version` of the latest snapshot, and the snapshot.
+        #: The latest snapshot, after the minimum policy version that was requested for it. It is
+        #: returned again until the table changes.
         self._latest: tuple[int | None, TrajectorySnapshot] | None = None
 
     def append(self, entry: Entry, rows: Rows | None = None) -> None:
-        """Add an entry to the table, and its rows to the cache if there is one.
+        """Add a trajectory to the table. If the buffer has a cache, copy the rows into the cache.
 
-        If the capacity is exceeded, the oldest entry is removed.
+        If the capacity is exceeded, the oldest trajectory is removed.
         """
         add_fields(self.fields, entry.layout.schema.values())
         if self._stop == len(self._table):
@@ -95,9 +96,9 @@ class LiveTrajectories:
         self.note_moved(moved_ids)
 
     def note_moved(self, trajectory_ids: Iterable[int]) -> None:
-        """Update the locations of trajectories in the table, after their rows were moved.
+        """Update the table after the rows of trajectories were moved to a file or to the cache.
 
-        Ids without a live trajectory are ignored.
+        Ids of trajectories that the buffer has removed are ignored.
         """
         for trajectory_id in trajectory_ids:
             entry = self.entries.get(trajectory_id)
@@ -122,13 +123,13 @@ class LiveTrajectories:
             self.note_moved(cached_ids)
 
     def snapshot(self, min_weights_version: int | None = None) -> TrajectorySnapshot:
-        """Return a snapshot of the newest trajectories, from which `sample` draws.
+        """Return a snapshot of the newest trajectories, from which steps are drawn.
 
         Args:
-            min_weights_version: Minimum policy version of the trajectories, or None.
+            min_weights_version: Minimum policy version of the trajectories. None: any version.
 
         Raises:
-            BufferEmptyError: There is no such trajectory.
+            BufferEmptyError: No trajectory has this policy version or a later version.
         """
         if self._latest is not None and self._latest[0] == min_weights_version:
             return self._latest[1]
@@ -159,7 +160,10 @@ class LiveTrajectories:
         min_weights_version: int | None,
         contiguous: bool,
     ) -> dict[str, Any]:
-        """Draw random steps; see `TrajectoryReplayBuffer.sample` for arguments and errors."""
+        """Draw random steps of the newest trajectories, with replacement.
+
+        Arguments and errors are documented in `TrajectoryReplayBuffer.sample`.
+        """
         snapshot = self.snapshot(min_weights_version)
         names = snapshot.names if keys is None else snapshot.names_of(keys)
         state = rng.get_state()
@@ -178,7 +182,7 @@ class LiveTrajectories:
         """Add sampled trajectories to the cache until the cache is full.
 
         Returns:
-            Whether a trajectory was added, so that `snapshot()` must be called again.
+            Whether a trajectory was added. The snapshot is then outdated.
         """
         cache = self.cache
         if cache is None or cache.is_full:
@@ -202,7 +206,7 @@ class LiveTrajectories:
         self.gatherer.unmap(oldest)
 
     def _grow_table(self) -> None:
-        """Replace the table by one without the rows of removed trajectories.
+        """Enlarge the table, and remove the table rows of removed trajectories.
 
         The new table has at least as many free rows as used rows.
         """
@@ -215,7 +219,11 @@ class LiveTrajectories:
 
 
 def add_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
-    """Add fields to the map `known` by name. Check fields whose name is already in the map.
+    """Add fields to a map, and check that fields of the same name have the same dtype and shape.
+
+    Args:
+        known: Map from name to field. It is changed in place.
+        fields: Fields to add.
 
     Raises:
         SchemaError: A field in `known` has a different dtype or shape.

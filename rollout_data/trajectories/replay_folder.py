@@ -82,7 +82,10 @@ def save_to(
 
 
 def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) -> None:
-    """Write the two JSON files of a folder. `entries` maps the ids in file names to entries."""
+    """Write the index and the metadata file of a folder with trajectories.
+
+    `entries` maps the trajectory id in each file name to the trajectory.
+    """
     summary = {
         "trajectory_format": counters.file_format,
         "size": len(entries),
@@ -112,7 +115,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_json(info: Mapping[str, Any]) -> None:
-    """Raise `SchemaError` if a leaf in `info` cannot be stored in the index as JSON."""
+    """Check that the metadata of a trajectory can be stored as JSON. Raise `SchemaError` if not."""
     for name, leaf in info.items():
         try:
             json.dumps(leaf)
@@ -157,11 +160,11 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 
 
 def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
-    """Return the entries that a rank loads: a contiguous part of `entries`, oldest first.
+    """Return the trajectories that one rank loads: a contiguous part of all, oldest first.
 
     Ids show the order in which the ranks of a run recorded, because ranks use disjoint ascending
-    ids. So a share with trajectories of several ranks is sorted by id. It is not sorted if ranks
-    used equal ids, for which `read_folder` has chosen new ids.
+    ids. So a part with trajectories of several ranks is sorted by id. The part is not sorted if two
+    ranks had used the same id, because one of the two trajectories was renumbered on loading.
     """
     start = len(entries) * rank // world_size
     stop = len(entries) * (rank + 1) // world_size
@@ -234,7 +237,7 @@ def _read_index(path: Path) -> tuple[dict[int, dict[str, Any]], Counters]:
 
 
 def _choose_file(paths: Sequence[Path], file_format: str) -> Path | None:
-    """Choose among the files of one trajectory; None if `paths` is empty.
+    """Choose the file to read if a trajectory is stored in several formats. None without a file.
 
     A file with the extension `file_format` is preferred. Otherwise the order of `FORMATS` decides.
     """
@@ -248,7 +251,7 @@ def _choose_file(paths: Sequence[Path], file_format: str) -> Path | None:
 def _read_entry(
     path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool
 ) -> Entry:
-    """Create the entry of a trajectory from its file and its item in the index.
+    """Read a trajectory from its file and its item in the index. Rows of a block are not read.
 
     Raises:
         CorruptFileError: The file is damaged, or the index contradicts it.
@@ -288,7 +291,11 @@ def _read_entry(
 
 
 def _counters_of(summary: Mapping[str, Any]) -> Counters:
-    """Parse the counters in an index. Raise `ValueError` if they are invalid."""
+    """Parse the state of a buffer from JSON: seed, next id, file format and random state.
+
+    Raises:
+        ValueError: A value is invalid.
+    """
     file_format = str(summary.get("trajectory_format"))
     if file_format not in FORMATS:
         file_format = FORMATS[0]
@@ -302,7 +309,7 @@ def _counters_of(summary: Mapping[str, Any]) -> Counters:
 
 
 def _random_state_of(text: Any) -> torch.Tensor:
-    """Decode the state of a generator. Raise `ValueError` if it is invalid."""
+    """Decode the random state in an index. Raise `ValueError` if the text is invalid."""
     state = bytearray(base64.b64decode(text, validate=True))
     rng = torch.frombuffer(state, dtype=torch.uint8)
     try:

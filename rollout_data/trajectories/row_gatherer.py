@@ -39,7 +39,8 @@ Arrays = dict[str, npt.NDArray[np.int32]]
 #: Maximum number of mapped files per layout. All files of the layout are unmapped when the number
 #: is exceeded. Linux allows 65,530 mappings per process, and each column of a file is one mapping.
 MAX_MAPPED_FILES = 20_000
-#: Number of rows of a sample that are tested for presence in the page cache, before prefetching.
+#: Number of sampled rows that are tested for presence in the page cache. If a row is missing, all
+#: rows of the sample are prefetched.
 _NUM_PROBES = 16
 #: Maximum bytes of a gather with numpy, which has less overhead per call. torch copies more bytes
 #: faster, because it uses several threads.
@@ -47,7 +48,7 @@ _MAX_NUMPY_BYTES = 1 << 20
 
 
 class RowGatherer:
-    """Reader of the rows of trajectories from the cache, from mapped files, and from elsewhere.
+    """Reader of the rows of sampled steps: from the cache, from mapped files, or from elsewhere.
 
     The caller of a method must hold the lock of the buffer.
 
@@ -92,7 +93,7 @@ class RowGatherer:
         names: tuple[str, ...],
         contiguous: bool,
     ) -> dict[str, Any]:
-        """Copy fields of sampled steps.
+        """Copy the requested fields of sampled steps into new tensors.
 
         Args:
             snapshot: Trajectories of the steps.
@@ -135,7 +136,7 @@ class RowGatherer:
         contiguous: bool,
         nested: bool,
     ) -> dict[str, Any]:
-        """Copy fields of steps whose trajectories have the same layout.
+        """Copy the requested fields of steps whose trajectories have the same row layout.
 
         With `nested`, the result is a nested dict; otherwise it is a dict by flat name.
         """
@@ -151,14 +152,17 @@ class RowGatherer:
     def _rows_at_several_locations(
         self, snapshot: TrajectorySnapshot, run: Int64s, row: Int64s, columns: list[str]
     ) -> Arrays:
-        """Copy rows with the same layout from different locations, in the order of the steps."""
+        """Copy rows of steps that are partly in the cache, in mapped files, or elsewhere.
+
+        All rows have the same layout. The result has the order of the steps.
+        """
         layout = snapshot.entries[run[0]].layout
         rows = {}
         for name in columns:
             rows[name] = self._empty(len(row), layout.columns[name].row_bytes // 4).numpy()
         location = snapshot.location[run]
-        # One call of `_rows_at_one_location` copies ELSEWHERE rows of a single run only. So each
-        # such run counts as a location of its own, with a number below 0.
+        # A trajectory outside of the cache and of mapped files is read as a whole. So each such
+        # trajectory counts as a location of its own, with a number below 0.
         location_of_step = np.where(location == ELSEWHERE, -1 - run, location)
         for place in np.unique(location_of_step):
             steps = np.flatnonzero(location_of_step == place)
@@ -170,7 +174,7 @@ class RowGatherer:
     def _rows_at_one_location(
         self, snapshot: TrajectorySnapshot, run: Int64s, row: Int64s, columns: list[str]
     ) -> Arrays:
-        """Copy rows with the same layout and location; ELSEWHERE rows must be in the same run."""
+        """Copy rows that are all in the cache, all in mapped files, or all in one trajectory."""
         entry = snapshot.entries[run[0]]
         location = snapshot.location[run[0]]
         if location == MAPPED:
@@ -215,7 +219,7 @@ class RowGatherer:
         blocks = [entry.block for entry in entries if entry.block is not None]
         files = self._files.get(layout)
         if files is None or not _has_room(files, blocks):
-            # Delete the old map first. This unmaps its files.
+            # Unmap the old files before new files are mapped, to stay below the limit of mappings.
             self._files.pop(layout, None)
             files = FileMap({DATA: layout}, blocks)
             self._files[layout] = files
@@ -226,7 +230,6 @@ class RowGatherer:
         return files
 
     def _copied(self, words: torch.Tensor, rows: Int64s) -> npt.NDArray[np.int32]:
-        """Copy the rows with the numbers `rows` from a column `words`."""
         num_bytes = 4 * len(rows) * words.shape[1]
         if num_bytes < MIN_POOLED_BYTES:
             copied: npt.NDArray[np.int32] = words.numpy().take(rows, axis=0, mode="clip")
@@ -243,7 +246,7 @@ class RowGatherer:
 
 
 def _has_room(files: FileMap, blocks: list[Block]) -> bool:
-    """Return whether `files` can map all of `blocks` without exceeding its limits."""
+    """Return whether more block files can be mapped without exceeding the limits."""
     unmapped = [block for block in blocks if block.identity not in files.mapped]
     if not unmapped:
         return True
@@ -254,10 +257,11 @@ def _has_room(files: FileMap, blocks: list[Block]) -> bool:
 def _cut_of(
     layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool
 ) -> tuple[Cut, list[str | None]]:
-    """Return a function that splits rows into fields, and the columns that it splits.
+    """Build the function that splits rows into the fields `names`.
 
-    The second result has one item per column of the layout, in order: its name, or None if no field
-    of `names` is in the column.
+    Returns:
+        The function, and one item per column of the layout: the name of the column, or None if none
+        of the fields is in the column.
     """
     groups = []
     for column in layout.columns.values():

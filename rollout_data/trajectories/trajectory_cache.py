@@ -22,14 +22,17 @@ from storage.errors import MissingFieldError, UsageError
 from ..blocks.row_layout import RowLayout
 from .trajectory_rows import Rows, layout_of, pack, unpack
 
-#: Initial capacity of a cache without a limit, in trajectories as long as the first one.
+#: Number of trajectories for which a cache without a limit first allocates memory. All are assumed
+#: to have the length of the first trajectory.
 _FIRST_ROOM = 8
-#: Minimum factor by which an allocation grows.
+#: Minimum factor by which the memory grows when it is full.
 _GROWTH = 1.5
 
 
 class RowMemory:
-    """Memory for the rows of trajectories with the same layout, with one piece per trajectory.
+    """Memory for the rows of trajectories with the same row layout.
+
+    The rows of a trajectory are consecutive. They are called a piece.
 
     Attributes:
         layout: Layout of a row.
@@ -46,7 +49,7 @@ class RowMemory:
         self._make_room(capacity)
 
     def put(self, rows: Rows) -> int:
-        """Copy rows into a free piece of the memory. Returns the index of the first row."""
+        """Copy the rows of a trajectory into free rows. Return the index of the first row."""
         num_rows = len(next(iter(rows.values())))
         first = self._place(num_rows)
         for name, words in rows.items():
@@ -58,12 +61,12 @@ class RowMemory:
         return first
 
     def rows(self, first: int) -> Rows:
-        """Return a copy of the rows of the piece that starts at row `first`."""
+        """Return a copy of the rows of the trajectory that starts at row `first`."""
         stop = self._pieces[first]
         return {name: words[first:stop].clone() for name, words in self.words.items()}
 
     def free(self, first: int) -> None:
-        """Free the piece that starts at row `first`, so that `put` can reuse its rows."""
+        """Free the rows of the trajectory that starts at row `first`, for use by others."""
         del self._pieces[first]
 
     @property
@@ -71,9 +74,9 @@ class RowMemory:
         return next(reversed(self._pieces.values()), 0)
 
     def _place(self, num_rows: int) -> int:
-        """Return the index of the first of `num_rows` consecutive free rows.
+        """Find `num_rows` consecutive free rows, and return the index of the first of them.
 
-        The memory grows if there are none.
+        If the memory has too few consecutive free rows, the memory grows.
         """
         end = self._end
         if end + num_rows <= self.capacity:
@@ -97,9 +100,10 @@ class RowMemory:
 
 
 class Cached(NamedTuple):
-    """Location of rows of a cached trajectory.
+    """Location of the rows of a cached trajectory.
 
-    Fields with different numbers of steps are stored apart, each group at its own location.
+    Fields with different numbers of steps are in different rows. Such a trajectory has one location
+    per number of steps.
 
     Attributes:
         memory: Memory that contains the rows.
@@ -111,12 +115,13 @@ class Cached(NamedTuple):
 
 
 class TrajectoryCache(Shown):
-    """In-memory cache that removes its oldest trajectory when it is full. Thread-safe.
-
-    Args:
-        max_size: Maximum number of trajectories; 0 means no limit.
+    """Cache of the newest trajectories in memory. Thread-safe.
 
     Trajectories may have different keys and lengths.
+
+    Args:
+        max_size: Maximum number of trajectories; 0 means no limit. If the cache is full, adding a
+            trajectory removes the oldest trajectory.
 
     Raises:
         UsageError: `max_size` < 0 (a `ValueError`).
@@ -222,7 +227,7 @@ class TrajectoryCache(Shown):
         return unflatten(flat)
 
     def find(self, trajectory_id: int) -> list[Cached]:
-        """Return the row locations of a trajectory. They are valid while `lock` is held.
+        """Return the row locations of a cached trajectory. They are valid while `lock` is held.
 
         Raises:
             MissingFieldError: The trajectory is not cached (a `KeyError`).
@@ -256,7 +261,7 @@ def _by_length(
     The result maps n to a dict of tensors `[n, 1, ...]` by flat name.
 
     Raises:
-        UsageError: A leaf is no tensor or has no rows, or there are no leaves.
+        UsageError: A leaf is no tensor or has no rows, or the trajectory has no leaves.
     """
     by_length: dict[int, dict[str, torch.Tensor]] = {}
     for name, leaf in flatten(trajectory).items():

@@ -53,9 +53,10 @@ class MissingTrajectoryError(DataFileError, FileNotFoundError):
 
 @contextmanager
 def missing_file_reported(trajectory_id: int, path: Path) -> Iterator[None]:
-    """Convert a `FileNotFoundError` about `path` in a `with` block to `MissingTrajectoryError`.
+    """Context manager that raises `MissingTrajectoryError` if the file `path` is missing.
 
-    Errors about other files are not converted.
+    The error replaces a `FileNotFoundError` in the `with` block. Errors about other files are not
+    replaced.
     """
     try:
         yield
@@ -71,7 +72,7 @@ def missing_file_reported(trajectory_id: int, path: Path) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Entry:
-    """Trajectory in a buffer: its id, layout, metadata, and its rows or its file.
+    """A trajectory in a buffer: its id, row layout and metadata, and its rows or its file.
 
     Attributes:
         trajectory_id: Id of the trajectory, unique in the buffer and never reused.
@@ -109,23 +110,30 @@ class Entry:
 
     @property
     def id_in_file_name(self) -> int:
-        """Trajectory id in the file name, which may differ from `trajectory_id` after loading."""
+        """Trajectory id in the file name.
+
+        It may differ from `trajectory_id`: if several ranks used the same id, loading renumbers a
+        trajectory, but does not rename its file.
+        """
         trajectory_id = None if self.path is None else id_of_file(self.path.name)
         assert trajectory_id is not None, "named by file_name() or found by find_files()"
         return trajectory_id
 
     def is_recent(self, min_weights_version: int | None) -> bool:
-        """Return whether the policy version is at least `min_weights_version`.
+        """Return whether the trajectory was recorded by a policy of this version or later.
 
-        The result is true if `min_weights_version` is None, and otherwise false for an unknown
-        version.
+        If `min_weights_version` is None, every trajectory is recent. Otherwise a trajectory with an
+        unknown policy version is not.
         """
         if min_weights_version is None:
             return True
         return self.weights_version is not None and self.weights_version >= min_weights_version
 
     def file_name(self, file_format: str) -> str:
-        """Return a file name with the id and the policy name. Special characters become "_"."""
+        """Return the name for the file of this trajectory, from its id and its policy.
+
+        Special characters in the name of the policy become "_".
+        """
         weights = re.sub(r"[^A-Za-z0-9.-]", "_", self.weights_id)[:80]
         return f"trajectory_{self.trajectory_id}_{weights}.{file_format}"
 
@@ -276,10 +284,14 @@ def find_block(
 
 
 def _has_shape(header: BlockHeader, shape: tuple[int, int]) -> bool:
-    """Return whether a block has B consecutive fragments of T frames, without compression."""
+    """Return whether a block has the shape (T, B): B consecutive fragments of T frames.
+
+    Compressed blocks do not, since single rows cannot be read from them.
+    """
     num_steps, num_envs = shape
     fragments = header.fragments
-    # This test comes first: the lists below have `num_envs` items, a huge number in a forged index.
+    # Test the number of fragments first. `num_envs` is from the index and may be huge if the index
+    # was forged, and the lists below have `num_envs` items.
     if len(fragments) != num_envs:
         return False
     has_lengths = fragments["length"].tolist() == [num_steps] * num_envs

@@ -38,7 +38,7 @@ from .trajectory_files import Entry
 from .trajectory_rows import FlatTrajectory, flatten_trajectory, layout_of, pack, unpack
 from .trajectory_saver import TrajectorySaver
 
-#: Minimum policy version. Versions may be negative: some programs use -1 for an unknown version.
+#: Smallest allowed policy version. Some programs use -1 for an unknown version.
 _LEAST_VERSION = -(1 << 62)
 
 
@@ -168,18 +168,18 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     @property
     def size(self) -> int:
-        """Number of live trajectories."""
+        """Number of trajectories in the buffer."""
         return len(self)
 
     @property
     def total_samples(self) -> int:
-        """Number of steps of all live trajectories: the sum of T * B."""
+        """Number of steps of all trajectories in the buffer: the sum of T * B."""
         with self._lock:
             return self._live.num_samples
 
     @property
     def trajectory_ids(self) -> list[int]:
-        """Ids of the live trajectories, oldest first."""
+        """Ids of the trajectories in the buffer, oldest first."""
         with self._lock:
             return list(self._live.entries)
 
@@ -190,7 +190,10 @@ class TrajectoryReplayBuffer(Shown, Owned):
             return [] if self._live.cache is None else self._live.cache.ids
 
     def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
-        """Copy a trajectory into the buffer and return its id; see `add_trajectories`."""
+        """Copy a trajectory into the buffer and return its id.
+
+        See `add_trajectories` for the form of a trajectory and for errors.
+        """
         return self._add([trajectory], weights_version)[0]
 
     def add_trajectories(
@@ -282,7 +285,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         """Return a copy of a trajectory as a nested dict of tensors `[T, B, ...]` and metadata.
 
         Raises:
-            MissingFieldError: The trajectory is not live (a `KeyError`).
+            MissingFieldError: The buffer does not have this trajectory (a `KeyError`).
         """
         with self._lock:
             entry = self._entry(trajectory_id)
@@ -295,7 +298,10 @@ class TrajectoryReplayBuffer(Shown, Owned):
             return self._entry(trajectory_id).to_json()
 
     def clear_cache(self) -> None:
-        """Free the memory of the cache. Without `auto_save` this removes all trajectories."""
+        """Free the memory of cached trajectories.
+
+        Without `auto_save` all trajectories are in the cache, so they are removed from the buffer.
+        """
         with self._lock:
             if self._saver is None:
                 self._live = self._empty_state()
@@ -418,18 +424,18 @@ class TrajectoryReplayBuffer(Shown, Owned):
                         else counters.rng
                     )
                     self.rng.set_state(rng)
-                # All ranks count from the same number in steps of `id_step`, so no two ranks use the
-                # same id, whatever each of them added before.
+                # The ids of a rank are `rank` plus multiples of `id_step`, counted from the same
+                # number on all ranks. So two ranks never use the same id.
                 first_id = counters.next_id + rank
                 num_used = max(0, self._next_id - first_id)
                 self._next_id = first_id + -(-num_used // id_step) * id_step
                 self._id_step = id_step
 
     def _live_of(self, entries: Sequence[Entry]) -> LiveTrajectories:
-        """Create the table of live trajectories from loaded entries.
+        """Create the table of trajectories of a buffer from loaded trajectories.
 
-        Only the newest entries are used if there are more than the capacity. Without `auto_save`
-        their rows are read into memory.
+        If there are more trajectories than the buffer can have, only the newest are used. Without
+        `auto_save` their rows are read into memory.
         """
         live = self._empty_state()
         newest = entries[-live.capacity :] if live.capacity else entries
@@ -462,7 +468,11 @@ class TrajectoryReplayBuffer(Shown, Owned):
         return entry.trajectory_id
 
     def _entry(self, trajectory_id: int) -> Entry:
-        """Return the entry of a live trajectory; raise `MissingFieldError` for other ids."""
+        """Return the trajectory with this id.
+
+        Raises:
+            MissingFieldError: The buffer has no such trajectory.
+        """
         self._check_usable()
         entry = self._live.entries.get(trajectory_id) if arguments.is_whole(trajectory_id) else None
         if entry is None:
@@ -496,6 +506,6 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
 
 def _rank_of(rank: Any, world_size: Any, name: str = "rank") -> tuple[int, int]:
-    """Check a rank and a world size, and return them. Raise `UsageError` if one is invalid."""
+    """Check and return a rank and a world size. Raise `UsageError` if a value is invalid."""
     world_size = arguments.whole("world_size", world_size, 1)
     return arguments.whole(name, rank, 0, world_size - 1), world_size

@@ -21,7 +21,7 @@ from storage.errors import SchemaError
 from ..blocks.row_layout import PACKED, RowLayout
 from ..sources.trajectory_checkpoints.checkpoint_file import split_epochs
 
-#: Names of leaves that define the number of steps of a trajectory, in order of precedence.
+#: The number of steps of a trajectory is the length of the first of these leaves that it has.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")
 #: Types of leaves that are stored as metadata of a trajectory.
 INFO_TYPES = (str, int, float, bool, list)
@@ -30,7 +30,10 @@ Rows = dict[str, torch.Tensor]
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
-    """Return the row layout for tensors `[T, B, *shape]`. `where` names the trajectory in errors."""
+    """Return the row layout for the tensors `[T, B, *shape]` of a trajectory.
+
+    `where` names the trajectory in errors.
+    """
     fields = []
     for name, tensor in tensors.items():
         dtype = dtype_name(tensor.dtype, f"{name!r} {where}")
@@ -39,9 +42,9 @@ def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
 
 
 def layout_for(fields: Iterable[Field]) -> RowLayout:
-    """Return the row layout for fields.
+    """Return the row layout for fields. It does not depend on the order of the fields.
 
-    Equal fields in any order have equal layouts, so that layouts can be dict keys.
+    So trajectories with the same fields have equal layouts, and layouts can be dict keys.
     """
     ordered = sorted(fields, key=lambda field: (-field.numpy_dtype.itemsize, field.name))
     return _layout_for(tuple(ordered))
@@ -65,7 +68,7 @@ def pack(layout: RowLayout, tensors: Mapping[str, torch.Tensor], pool: BufferPoo
         rows[name] = words
         num_bytes = sum(layout.schema[field].row_bytes for field in column.offsets)
         if num_bytes < column.row_bytes:
-            words.zero_()  # Padding bytes are written to files, so clear them.
+            words.zero_()  # Files contain the padding bytes, so these must not be arbitrary memory.
         cells = words.view(torch.uint8).view(num_envs, num_steps, column.row_bytes)
         for field in column.offsets:
             values = tensors[field].detach().transpose(0, 1)
@@ -86,7 +89,7 @@ def unpack(layout: RowLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, t
 
 
 class FlatTrajectory(NamedTuple):
-    """Flattened trajectory, with tensors and metadata separated.
+    """A trajectory as two flat dicts: its tensors, and its metadata.
 
     Attributes:
         tensors: Map from flat name to tensor `[T, B, *shape]`.
@@ -150,7 +153,7 @@ def flatten_trajectory(
 
 
 def _without_array(leaf: Any) -> Any:
-    """Return the Python value of a numpy scalar or of an array without axes; other leaves as is."""
+    """Convert a numpy scalar or an array without axes to a Python value. Return others unchanged."""
     is_array = isinstance(leaf, (np.ndarray, torch.Tensor))
     if isinstance(leaf, np.generic) or (is_array and leaf.ndim == 0):
         return leaf.item()
@@ -173,7 +176,7 @@ def _shape_of(
 ) -> tuple[int, int]:
     """Return the shape (T, B) of a trajectory, from the first two axes of one of its leaves.
 
-    Leaves in `longer` may have more than T rows, so another leaf is used if there is one.
+    Leaves in `longer` may have more than T rows. They are used only if there is no other leaf.
     """
     if not tensors:
         raise SchemaError(f"the fields {where} include no tensor.")

@@ -24,20 +24,19 @@ from ..sources.trajectory_checkpoints.checkpoint_folder import find_files
 from .replay_folder import Counters, write_index
 from .trajectory_files import Entry, find_block, missing_file_reported
 
-#: Maximum share of the background thread's time for writing the index. After writing an index for
-#: 1 s, the next index is due 10 s later.
+#: Maximum fraction of the background thread's time in which the index is written. If writing an
+#: index took 1 s, the next index is due 10 s later.
 _INDEX_SHARE = 0.1
-#: File of an entry, and the locations of its rows in a block file; None for other files.
+#: File of a trajectory, and the locations of its rows if it is a block file, otherwise None.
 _Place = tuple[Path, Block | None]
 
 
 class TrajectorySaver:
     """Background writer of trajectory files and their index.
 
-    The index lists the newest `capacity` written entries. An entry is listed after its file is
-    written. An entry that the buffer has removed stays listed until newer entries
-    replace it. Call methods without the lock of the buffer, unless their docstring requires the
-    lock.
+    An entry is a trajectory of a buffer. The index lists the newest `capacity` entries whose file
+    is written. An entry that the buffer has removed stays listed until newer entries replace it.
+    Call methods without the lock of the buffer, unless their docstring requires the lock.
 
     Args:
         folder: Target folder, created by the constructor.
@@ -48,9 +47,10 @@ class TrajectorySaver:
         lock: Lock of the buffer, which protects its entries.
         on_saved: Function called with the id of a written entry, in the background thread, under
             the lock.
-        counters: Function that returns the counters for the index, called in the background
-            thread, under the lock.
-        timed: Function that maps a name to a context manager, which measures the time of a block.
+        counters: Function that returns the state of the buffer for the index. It is called in the
+            background thread, under the lock.
+        timed: Function that returns a context manager, which records the duration of its `with`
+            block under the name in the argument.
 
     Attributes:
         first_free_id: Smallest id that is larger than the ids of all files of earlier runs.
@@ -71,7 +71,7 @@ class TrajectorySaver:
         self.file_format = file_format
         self._capacity = capacity
         folder.mkdir(parents=True, exist_ok=True)
-        #: Ids of files of an earlier run that were not loaded. Emptied after the warning.
+        #: Ids of files of an earlier run that were not loaded. Cleared when the user was warned.
         self._earlier_ids = set(find_files(folder))
         self.first_free_id = max(self._earlier_ids, default=-1) + 1
         self._lock = lock
@@ -79,11 +79,11 @@ class TrajectorySaver:
         self._counters = counters
         self._timed = timed
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
-        #: Map from id to entry, oldest first, for the trajectories that the next index lists.
+        #: The trajectories that the next written index lists, by id, oldest first.
         self._listed: dict[int, Entry] = {}
-        #: Map from the ids of entries that are not written yet to whether the index will list them.
+        #: For the id of each trajectory that is not written yet: whether the index will list it.
         self._expected: dict[int, bool] = {}
-        #: Files of entries that the next index does not list. They are deleted after it is written.
+        #: Files to delete after the next index is written, because it does not list them.
         self._superfluous: set[Path] = set()
         self._unsaved: list[Entry] = []
         self._failure: BaseException | None = None
@@ -93,7 +93,7 @@ class TrajectorySaver:
     def warn_of_earlier(self) -> None:
         """Warn once if the folder has files of an earlier run, which the index will not list.
 
-        The warning is attributed to the caller outside of this library.
+        The warning names the line of the user's code.
         """
         num_earlier = len(self._earlier_ids)
         self._earlier_ids = set()
@@ -105,24 +105,25 @@ class TrajectorySaver:
             warnings.warn(message, RolloutDataWarning, stacklevel=3)
 
     def expect(self, entry: Entry) -> None:
-        """Announce an entry that will be submitted, so that the index will list it.
+        """Announce a trajectory that will be submitted, so that the index will list it.
 
         Requires the lock.
         """
         self._expected[entry.trajectory_id] = True
 
     def submit(self, entry: Entry) -> None:
-        """Queue an entry to be written. Call `expect` first, and do not change its `rows` any more.
+        """Queue a trajectory for the background thread, which writes its file.
 
-        The call blocks while `max_pending` entries are queued.
+        Call `expect` first. Do not change the rows of the trajectory afterwards. The call blocks
+        while `max_pending` trajectories are queued.
         """
         self._worker.submit(self._save, entry)
 
     def list_only(self, entries: Iterable[Entry]) -> None:
-        """Replace the list of the next index by the entries whose file is in this folder.
+        """Set the trajectories that the next index lists, after the buffer has replaced its own.
 
-        Other entries of `entries`, and queued entries, are not listed. Files of formerly listed
-        entries are not deleted. Requires the lock.
+        Only trajectories whose file is in this folder are listed. Queued trajectories are not.
+        Files of trajectories that were listed before are not deleted. Requires the lock.
         """
         self._expected = dict.fromkeys(self._expected, False)
         self._listed = {}
@@ -183,11 +184,14 @@ class TrajectorySaver:
             ) from failure
 
     def wait(self) -> None:
-        """Wait until each submitted entry is written or its write has failed."""
+        """Wait until each submitted trajectory is written or its write has failed."""
         self._worker.drain()
 
     def flush(self) -> None:
-        """Write all entries, retry failed ones, and wait. Raises `BackgroundError` on failure."""
+        """Wait until all submitted trajectories are written. Failed writes are repeated once.
+
+        Raises `BackgroundError` if a write fails.
+        """
         self.wait()
         with self._lock:
             unsaved = self._unsaved
@@ -201,7 +205,10 @@ class TrajectorySaver:
         self.check()
 
     def close(self) -> None:
-        """Write all entries and stop the thread. Raises `BackgroundError` if a write fails."""
+        """Write all submitted trajectories and stop the thread.
+
+        Raises `BackgroundError` if a write fails.
+        """
         try:
             self.flush()
         finally:
@@ -211,7 +218,7 @@ class TrajectorySaver:
         return entry.path is not None and entry.path.parent == self.folder
 
     def _place_all(self, entries: Sequence[Entry]) -> list[_Place | None]:
-        """Call `_place` for each loaded entry. If a call raises, remove all created files."""
+        """Link or copy the files of loaded trajectories. If one fails, remove all created files."""
         if not entries:
             return []
         existing = find_files(self.folder)
@@ -229,16 +236,16 @@ class TrajectorySaver:
         return places
 
     def _place(self, entry: Entry, existing: Sequence[Path], created: list[Path]) -> _Place | None:
-        """Link or copy the file of a loaded entry into this folder, unless it is there already.
+        """Link or copy the file of a loaded trajectory into this folder, unless it is there already.
+
+        Args:
+            entry: The loaded trajectory, whose file is in another folder.
+            existing: Files in this folder with the id of the trajectory.
+            created: Paths of created files. A new path is appended.
 
         Returns:
             The file in this folder and its row locations. None if another trajectory in this folder
-            has the id of the entry.
-
-        Args:
-            entry: The loaded entry, whose file is in another folder.
-            existing: Files in this folder with the id of the entry.
-            created: Paths of created files. A new path is appended.
+            has the same id.
         """
         trajectory_id = entry.trajectory_id
         source = entry.path
@@ -259,17 +266,17 @@ class TrajectorySaver:
         return path, block
 
     def _save(self, entry: Entry) -> None:
-        """Write the file of an entry, and the index if it is due. Runs in the background thread."""
+        """Write the file of a trajectory, and the index if it is due, in the background thread."""
         try:
             self._write(entry)
-            # To write the index after each entry would be slow. It is written after the last queued
-            # entry, or if the time of `_index_due_s` has come. It is also written if files wait for
-            # deletion and the last written index has fewer entries than the next one.
+            # Writing the index after each trajectory would be slow. It is written after the last
+            # queued trajectory, or at the time `_index_due_s`. It is also written if files wait for
+            # deletion and the last written index lists fewer trajectories than the next index.
             is_short = self._superfluous and self._num_in_index < len(self._listed)
             is_due = time.monotonic() >= self._index_due_s
             if is_short or is_due or self._worker.num_pending <= 1:
                 self._write_index()
-        except BaseException as failure:  # noqa: BLE001 - handed to the caller
+        except BaseException as failure:  # noqa: BLE001 - `check` raises the error
             self._note_failure(failure)
             if entry.path is None:
                 with self._lock:
@@ -293,15 +300,16 @@ class TrajectorySaver:
             path.unlink(missing_ok=True)
 
     def _note_saved(self, entry: Entry) -> bool:
-        """Add a written entry to the next index.
+        """Record that the file of a trajectory is written, so that the next index lists it.
 
         Returns:
-            Whether the file of the entry is kept. If not, the caller must delete it.
+            Whether to keep the file. If not, the caller must delete it.
         """
         is_listed = self._expected.pop(entry.trajectory_id)
         if not is_listed:
             return self._capacity is None
-        # After a failed first write, an entry is saved after newer entries. Restore the order.
+        # If the first write failed, newer trajectories were written before this one. The index
+        # lists trajectories oldest first, so insert it before the newer ones.
         newer_ids = []
         for trajectory_id in reversed(self._listed):
             if trajectory_id < entry.trajectory_id:
@@ -330,8 +338,8 @@ class TrajectorySaver:
             write_index(self.folder, listed, counters)
             self._num_in_index = len(listed)
             with self._lock:
-                # While the index was written, `list_only` may have listed some of these files
-                # again. Such files are no longer in `_superfluous`, and are kept.
+                # While the index was written, another thread may have loaded a checkpoint with some
+                # of these files. Such files are no longer in `_superfluous`, and are kept.
                 for path in self._superfluous.intersection(superfluous):
                     path.unlink(missing_ok=True)
                     self._superfluous.discard(path)

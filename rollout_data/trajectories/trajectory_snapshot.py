@@ -1,4 +1,4 @@
-"""`TrajectorySnapshot`: the trajectories to sample from, and where their rows are."""
+"""`TrajectorySnapshot`: the trajectories to sample from, and the locations of their rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..blocks.row_layout import RowLayout
 from .trajectory_files import Entry
 
 Int64s = npt.NDArray[np.int64]
-#: Locations of rows: in the cache, in a file that can be mapped, or elsewhere (in other memory, or
-#: in a file without random access).
+#: Where the rows of a trajectory are: in the cache, in a file that can be mapped, or elsewhere (in
+#: other memory, or in a file that must be read completely).
 CACHED, MAPPED, ELSEWHERE = range(3)
-#: Table row of a trajectory. "size" is its number of steps. "layout" is the index of its row layout.
-#: "location" is `CACHED`, `MAPPED` or `ELSEWHERE`. "first" is the index of its first row in the
-#: memory of the cache, 0 if it is not cached.
+#: One trajectory of a buffer as a row of a numpy table. "size" is its number of steps. "layout" is
+#: the index of its row layout. "location" is `CACHED`, `MAPPED` or `ELSEWHERE`. "first" is the
+#: index of its first row in the memory of the cache, 0 if it is not cached.
 TABLE_DTYPE = np.dtype([("size", "i8"), ("layout", "i8"), ("location", "i8"), ("first", "i8")])
 _FIRST_RUN = np.zeros(1, np.int64)
 
@@ -32,12 +32,12 @@ class TrajectorySnapshot:
 
     Args:
         entries: Trajectories, oldest first.
-        table: Table rows of the trajectories, `TABLE_DTYPE`, `[num_trajectories]`.
+        table: Steps, layout and location of each trajectory, `TABLE_DTYPE`, `[num_trajectories]`.
         layouts: Row layouts, indexed by `table["layout"]`.
 
     Attributes:
         num_samples: Number of steps of all trajectories.
-        entries: First entry of each run.
+        entries: First trajectory of each run.
         layout: Index of the layout of each run, int64 `[R]`.
         location: Location of the rows of each run (`CACHED`, `MAPPED`, `ELSEWHERE`), int64 `[R]`.
         layouts: Map from layout index to layout, for the layouts of the runs.
@@ -59,7 +59,7 @@ class TrajectorySnapshot:
         run_starts = np.flatnonzero(np.append(True, ~continues))
         run_lasts = np.append(run_starts[1:], len(size)) - 1
 
-        # All steps are numbered through the trajectories, from the first step of the oldest one.
+        # Steps are numbered over all trajectories, from 0 for the first step of the oldest one.
         stops = np.cumsum(size)
         self._run_stops = stops[run_lasts]
         self._row_of_sample_0 = (first - (stops - size))[run_starts]
@@ -73,11 +73,11 @@ class TrajectorySnapshot:
         self.is_one_location = is_same_location and self.location[0] != ELSEWHERE
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Convert numbers of steps to runs and rows.
+        """Return where the rows of steps are.
 
         Args:
-            samples: Numbers of steps, int64 `[n]`, from 0 for the first step of the oldest
-                trajectory.
+            samples: Numbers of the steps, int64 `[n]`. Steps are numbered over all trajectories,
+                from 0 for the first step of the oldest trajectory.
 
         Returns:
             The run of each step, int64 `[n]`, or `[1]` if there is only one run. The row of each
@@ -90,9 +90,9 @@ class TrajectorySnapshot:
         return run, samples + self._row_of_sample_0[run]
 
     def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
-        """Return the names of the fields that `keys` select, if any trajectory has them.
+        """Return the names of the fields that a user has selected by keys.
 
-        A key selects the field with its name, or all fields in the mapping with its name.
+        A key is the name of a field, or of a mapping, which selects all fields in the mapping.
 
         Raises:
             UsageError: `keys` is not a list of keys.
@@ -118,7 +118,7 @@ class TrajectorySnapshot:
 
 
 def missing_field(name: str, entry: Entry) -> MissingFieldError:
-    """Create the error that the trajectory `entry` has no field `name`."""
+    """Build the error for a field that a trajectory does not have."""
     return MissingFieldError(
         f"trajectory {entry.trajectory_id} has no field {name!r}. "
         f"The fields are {nearest(name, entry.layout.schema)}."
