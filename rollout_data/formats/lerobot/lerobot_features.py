@@ -213,7 +213,7 @@ def _picture_array(parts: Iterable[Array], start: int) -> Any:
 
 
 def read_column(column: FeatureColumn, array: Any, where: str) -> Array:
-    """Read rows of numbers or depth from an array that `arrow_column` returned: `[n, *shape]`."""
+    """Convert a written Arrow array of numbers or depth pictures back to rows: `[n, *shape]`."""
     shape = column.field.shape
     if column.kind == "number":
         return as_rows([array], shape, where)
@@ -249,7 +249,7 @@ def hub_features(features: Mapping[str, Mapping[str, Any]], languages: Mapping[s
 
 
 def write_video(path: Path, parts: Iterable[Array], fps: float, codec: str) -> None:
-    """Encode pictures as MP4 with many key frames.
+    """Encode pictures as MP4. Many key frames make it fast to read single frames.
 
     Args:
         path: File to write.

@@ -101,7 +101,7 @@ class Index:
 
     Attributes:
         entries: Maps episode numbers to entries.
-        runs: Maps episode numbers to the rows of the episode in order, from the index or rebuilt.
+        runs: Maps episode numbers to the rows of the episode, in the order of the frames.
         tasks: Maps task numbers to texts.
         files: Parquet files with the rows.
         problems: Errors about data that were left out or rebuilt.
@@ -158,8 +158,8 @@ class Index:
 
         Args:
             subject: Subject of the message, a part of the dataset, such as "The index".
-            problem: Predicate of the message.
-            kind: Class of the defect.
+            problem: Rest of the sentence that starts with the subject, such as "has no rows".
+            kind: Kind of the defect.
             episode: Number of the episode; "" for several.
         """
         message = f"{subject} of {str(self._info.path)!r} {problem}. {_REBUILD_ADVICE}"
@@ -204,7 +204,7 @@ class Index:
             raise
 
     def _add_default_entry(self, episode: int) -> None:
-        """Add the missing entry of an episode, if its number determines its video files."""
+        """Add an entry for an episode without one, if its number determines its video files."""
         info = self._info
         length = sum(run.length for run in self.runs[episode])
         row: dict[str, Any] = {_EPISODE: episode, "length": length, "dataset_from_index": 0}
@@ -239,7 +239,10 @@ class Index:
                 raise self.error("The index", f"has {name} {total}, expected {stated}")
 
     def _read_runs(self) -> list[Run]:
-        """Read the runs of all data files. The episodes of a damaged file are left out."""
+        """Read the runs of all data files: the consecutive rows of an episode in a file.
+
+        The episodes of a damaged file are left out.
+        """
         episodes: dict[str, list[int]] = defaultdict(list)
         for episode, entry in self.entries.items():
             episodes[entry.file].append(episode)
@@ -266,7 +269,7 @@ class Index:
             episodes: Episodes in the file according to the index.
 
         Raises:
-            CorruptFileError: The file of a set of version 3 contradicts the index.
+            CorruptFileError: The dataset has version 3, and the file contradicts the index.
         """
         kind = cause.kind or "unreadable"
         episode = str(episodes[0]) if len(episodes) == 1 else ""
@@ -287,7 +290,7 @@ class Index:
         return problem
 
     def _runs_of(self, name: str) -> list[Run]:
-        """Read the runs of a data file."""
+        """Divide the rows of a data file into runs, the consecutive rows of one episode."""
         file = self.files[name]
         subject = f"File {name!r}"
         if not self._rebuilds:
@@ -332,7 +335,7 @@ class Index:
         return list(runs)
 
     def _take_indexed(self, runs: Sequence[Run]) -> None:
-        """Set `self.runs` if `runs` match the index; raise an error for the first difference."""
+        """Use the runs if they match the index; otherwise raise an error for the first difference."""
         indexed: dict[int, tuple[Run, ...]] = {}
         for run in runs:
             entry = self.entries.get(run.episode)
@@ -357,7 +360,7 @@ class Index:
         self.runs = dict(sorted(indexed.items()))
 
     def _rebuild(self, runs: Sequence[Run]) -> None:
-        """Rebuild `self.runs` from the episode numbers in rows, and report incomplete episodes."""
+        """Group the runs by the episode numbers in the rows, and report incomplete episodes."""
         runs_of: dict[int, list[Run]] = defaultdict(list)
         for run in runs:
             runs_of[run.episode].append(run)
@@ -382,9 +385,8 @@ class Index:
     def _chain(self, episode: int, parts: list[Run]) -> list[Run]:
         """Return the runs that form an episode, in the order of their frames.
 
-        If one of the `parts` matches the index entry, only this run is returned, and
-        `_rebuild` reports the other parts. Otherwise all parts are returned, sorted by their
-        first frames.
+        If one of the `parts` matches the index entry, only this run is returned, and the caller
+        reports the other parts. Otherwise all parts are returned, sorted by their first frames.
         """
         entry = self.entries.get(episode)
         if entry is not None:
@@ -409,7 +411,7 @@ def _is_integer(arrow_type: Any) -> bool:
 
 
 def _run_of_footer(name: str, file: ParquetFile) -> Run | None:
-    """Return the run of a data file with one episode, from its Parquet footer.
+    """Read the position of the rows of a file with one episode from its Parquet footer.
 
     The footer states the smallest and largest value of each column. If they do not prove that the
     file has one episode without gaps, the result is None. Without reading rows, opening a thousand

@@ -28,7 +28,7 @@ from .lerobot_language import describe, fits_json
 MAX_OBJECT_BYTES = 1 << 24
 #: Columns with row numbers. These columns are checked, and do not become fields.
 INDEX_COLUMNS = ("episode_index", "frame_index", "index")
-#: Key of the description that is True while the dataset is being written.
+#: Key of `meta/info.json` that is True while the dataset is being written.
 UNFINISHED = "is_unfinished"
 #: Pattern of a replacement field in a template, such as `{chunk_index:03d}`: name and format.
 _FIELD = re.compile(r"\{(\w+)(?::((?:0?\d)?d?))?\}", re.ASCII)
@@ -47,8 +47,8 @@ TEMPLATES = {
     ),
 }
 _OBSERVATION = "observation"
-#: Names of fields, or first parts of names. One number per step is read as `[T, 1]` in these
-#: fields, and as `[T]` in others.
+#: Fields with such a name, or with such a first part of the name. If they have one number per step,
+#: they are read as `[T, 1]`. Other fields are read as `[T]`.
 _VECTOR_GROUPS = (_OBSERVATION, "action")
 #: Numbers of channels that a picture can have.
 _CHANNELS = (1, 3, 4)
@@ -210,7 +210,7 @@ class Feature:
 
     @property
     def field(self) -> Field:
-        """Field of the feature, for values that are not texts."""
+        """Field of a recording with the values of the feature, unless they are texts."""
         shape = self.shape
         if self.part is not None:
             start, stop = self.part
@@ -324,7 +324,7 @@ def _unit(info: Mapping[str, Any]) -> str:
 
 
 def picture_shape(description: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return `[H, W, C]` of a feature.
+    """Return the declared shape `[H, W, C]` of a picture; None if no such shape is declared.
 
     The order of the axes is determined by their names, or else by the axis of size 1, 3 or 4, which
     is the channel.

@@ -26,7 +26,7 @@ _PRIMITIVES = (
 TEXT_TYPES = ("string", "large_string")
 #: Name of Arrow's extension type of JSON texts.
 _JSON_EXTENSION = "arrow.json"
-#: Description of this extension type, as returned by `describe`.
+#: Name of this extension type in type descriptions.
 _JSON = "json"
 #: Maps Arrow names of primitive types to other names in the package `datasets`.
 _HUB_NAMES = {"float": "float32", "double": "float64"}
@@ -75,17 +75,17 @@ def fits_json(value_type: Any) -> bool:
 
 
 def has_unknown(description: Any) -> bool:
-    """Return whether a described type contains "null", Arrow's type if all values are missing."""
+    """Return whether a type contains "null", Arrow's type of columns with only missing values."""
     if isinstance(description, Mapping):
         return any(map(has_unknown, description.values()))
     return bool(description == "null")
 
 
 def arrow_type(description: Any) -> Any:
-    """Convert a description that `describe` returned to the Arrow type.
+    """Convert a type description in plain values, such as `{"list": "string"}`, to the Arrow type.
 
     Raises:
-        UsageError: The description is not a result of `describe`.
+        UsageError: The description is invalid.
     """
     pyarrow, _ = arrow()
     if isinstance(description, str) and description in _PRIMITIVES:
@@ -148,7 +148,7 @@ def _key_without_field(value: Any, value_type: Any) -> str:
 
 
 def hub_feature(description: Any) -> Any:
-    """Convert a described type to a feature description of the package `datasets`.
+    """Convert a type description to a feature description of the package `datasets`.
 
     Only descriptions that old releases of `datasets` can read are used.
     """

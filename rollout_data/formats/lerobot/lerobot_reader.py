@@ -102,7 +102,7 @@ class LerobotReader(FileSource):
         self._tasks = index.tasks
         self._fps = info.fps
         self._known_videos = KnownFiles()
-        #: Maps names of video files to the coding metadata that `summarize_video` returns.
+        #: Maps names of video files to their codec and pixel format.
         self._video_details: dict[str, dict[str, str]] = {}
 
         features = self._describe(info, index)
@@ -202,7 +202,7 @@ class LerobotReader(FileSource):
         return None
 
     def _read_subtasks(self, features: list[Feature]) -> dict[str, Any]:
-        """Read the texts of subtasks and append the feature of their field.
+        """Read the texts of subtasks, and add a text field with them to `features`.
 
         Returns:
             A dict that maps the name of the table to the description of its Arrow types; empty
@@ -321,7 +321,7 @@ class LerobotReader(FileSource):
         return components
 
     def _missing_videos(self, info: Info, index: Index) -> dict[int, list[str]]:
-        """Map episode numbers to the cameras to leave out.
+        """Check the videos of all episodes; map episode numbers to cameras without usable video.
 
         Cameras without a readable video are left out. With `on_bad_index="rebuild"`, cameras whose
         video is too short are left out too.
@@ -498,9 +498,9 @@ class LerobotReader(FileSource):
         return fields
 
     def _output(self, feature: Feature, source: EpisodeFiles, start: int, stop: int) -> Any:
-        """Return the values of a feature: complete for video, to be filled for other features.
+        """Read the frames of a video, or create the output for a feature that is read from columns.
 
-        An array of numbers or pictures is uninitialized. A list of texts is empty.
+        The output is an uninitialized array for numbers and pictures, and an empty list for texts.
         """
         if feature.kind in _TEXT_KINDS:
             return []
@@ -582,9 +582,10 @@ class LerobotReader(FileSource):
 
 
 def _first_known(types: Iterator[Any]) -> Any:
-    """Return the first described type without "null" in it; if all have "null", the first type.
+    """Choose the type of a column from its types in several files.
 
-    The types are those of one column in several files.
+    A type contains "null" if all values in a file are missing. The first type without "null" is
+    chosen, or else the first type.
     """
     first = next(types)
     if not has_unknown(first):
@@ -670,7 +671,7 @@ def _place(name: str, part: Feature) -> dict[str, Any]:
 
 
 def _splits(info: Info, episodes: Sequence[int]) -> dict[str, Sequence[str]]:
-    """Map split names to episode names, from ranges "start:stop" in the description."""
+    """Map split names to episode names, from the ranges "start:stop" in `meta/info.json`."""
     ranges = info.content.get("splits")
     splits: dict[str, Sequence[str]] = {}
     if not isinstance(ranges, dict):

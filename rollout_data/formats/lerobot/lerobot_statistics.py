@@ -73,20 +73,20 @@ class SetStatistics:
         """Add the pixel counts of the pictures of an episode to the totals of the dataset.
 
         Args:
-            levels: Result of `Statistics.levels` of the episode.
+            levels: Maps features to the number of pixels per level (pixel value), for each channel.
             num_frames: Frames of the episode.
         """
         for name, counts in levels.items():
             self._pictures[name].add_counts(counts, num_frames)
 
     def total(self, num_frames: int) -> Statistics:
-        """Return the statistics of `num_frames` frames. All rows added so far belong to these frames."""
+        """Return the statistics of the whole dataset, which has `num_frames` frames."""
         numbers = [table.rows(0, num_frames) for table in self._tables]
         return Statistics(numbers, self._pictures)
 
 
 class Statistics:
-    """Statistics of consecutive frames; `SetStatistics` creates the instances."""
+    """Statistics of consecutive frames: of an episode, or of the whole dataset."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Statistics:
         return {name: pictures.counts() for name, pictures in self._pictures.items()}
 
     def result(self, num_channels: int | None = None) -> dict[str, dict[str, Array]]:
-        """Return statistics by feature and LeRobot's name. Call this once, after adding all rows.
+        """Map each feature to its statistics by LeRobot's names. Call this once, after all rows.
 
         Args:
             num_channels: Channels that the reader expects; None for the channels of the pictures.
@@ -208,7 +208,7 @@ class NumberStatistics:
         self._num_added[name] = stop
 
     def result(self) -> dict[str, dict[str, Array]]:
-        """Return statistics by feature and LeRobot's name: arrays of the shape of a row.
+        """Map each feature to its statistics by LeRobot's names: arrays of the shape of a row.
 
         `count` is the number of frames.
         """
@@ -319,7 +319,7 @@ class PictureStatistics:
             levels += np.bincount(pictures[..., channel].reshape(-1), minlength=_LEVELS)
 
     def add_counts(self, levels: Iterable[Mapping[str, int]], num_frames: int) -> None:
-        """Add the pixel counts that `counts` returned for other pictures."""
+        """Add the pixel counts of `num_frames` other pictures, by channel and level."""
         self.num_frames += num_frames
         for channel, counts in enumerate(levels):
             for level, count in counts.items():

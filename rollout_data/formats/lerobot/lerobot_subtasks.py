@@ -50,7 +50,7 @@ def read_subtasks(folder: Path) -> tuple[dict[int, str], Any]:
 
 
 def numbered_texts(file: ParquetFile, number_column: str, text_column: str) -> dict[int, str]:
-    """Map numbers to texts, read from two columns. The last text of a number is used."""
+    """Read numbers and their texts from two columns. The last text of a number is used."""
     numbers = file.integers([number_column])[number_column].tolist()
     known: dict[str, str] = {}
     texts: list[str] = []
@@ -60,7 +60,7 @@ def numbered_texts(file: ParquetFile, number_column: str, text_column: str) -> d
 
 
 def stated_subtasks(metadata: Mapping[str, Any]) -> dict[int, str]:
-    """Map numbers to texts, from metadata of a recording; empty without a valid table."""
+    """Map subtask numbers to texts, as stated by metadata; {} without a valid table."""
     stated = metadata.get(SUBTASKS)
     if not isinstance(stated, Mapping):
         return {}
@@ -72,7 +72,7 @@ def stated_subtasks(metadata: Mapping[str, Any]) -> dict[int, str]:
 
 
 def with_pairs(subtasks: Mapping[int, str], pairs: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Return a copy of a table of subtasks with the numbers and texts of further frames.
+    """Add the subtasks of frames to a copy of a table of subtasks.
 
     If the number of a text already belongs to a different text, the text gets the next free number.
 
@@ -115,7 +115,7 @@ def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Arra
 
 
 def subtask_table(subtasks: Mapping[int, str], description: Any) -> Any:
-    """Build the Arrow table of the numbers and texts.
+    """Build the Arrow table of subtasks.
 
     Args:
         subtasks: Maps numbers to texts.

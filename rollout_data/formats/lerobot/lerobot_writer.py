@@ -89,8 +89,8 @@ _FLAG = np.dtype(bool)
 _STORED_METADATA = ("task", "success", "tasks", ABSENT, *RATE_KEYS)
 _SPEECH = {"role": "string", "content": "string", "style": "string"}
 _ATTACHMENTS = {"camera": "string", "tool_calls": {"list": "string"}}
-#: Maps language fields to described Arrow types, which are used if the metadata of the recording
-#: state no type.
+#: Descriptions of the Arrow types of LeRobot's language fields. The types in the metadata of the
+#: recording take precedence.
 _LANGUAGE = {
     "language_persistent": {
         "list": {"struct": {**_SPEECH, "timestamp": "float", **_ATTACHMENTS}},
@@ -102,11 +102,11 @@ _LANGUAGE = {
 class LerobotWriter(ForeignWriter):
     """Writer of a LeRobot dataset. Episodes are numbered in the order of writing.
 
-    The fields are chosen by `shared_fields`.
+    A field that some episodes lack is filled with False or NaN, or left out.
 
     Options:
         version: "v3.0" or "v2.1".
-        fps: Frames per second of a recording that does not state its rate; see `frame_rate`.
+        fps: Frames per second. Required if the recording does not state its rate.
         video: "h264" or "av1" for pictures as video, with loss; "" for PNG. None copies the video
             of LeRobot sets and writes other pictures as PNG.
         groot: Also write `meta/modality.json` and a column of tasks for GR00T. Version 2.1 only.
@@ -179,7 +179,7 @@ class LerobotWriter(ForeignWriter):
         #: Number of episodes written by an earlier conversion. Their numeric values are not in
         #: `_statistics`.
         self._num_resumed = 0
-        #: Maps episode numbers to cached summaries, for the first episodes.
+        #: Cached summaries (id, task, statistics) of the first episodes, by episode number.
         self._summaries: dict[int, dict[str, Any]] = {}
         self._num_summary_bytes = 0
         self._statistics = self._new_statistics()
@@ -308,7 +308,7 @@ class LerobotWriter(ForeignWriter):
         for name in sorted(self._shared.texts):
             if name == TEXT and self._has_subtask_texts:
                 continue
-            # The task column for GR00T replaces this field.
+            # For GR00T, a column of task numbers replaces this text field.
             is_annotation = name == _ANNOTATION and self._is_for_groot
             description = stated.get(name, None if is_annotation else "string")
             if description is None:
@@ -337,7 +337,7 @@ class LerobotWriter(ForeignWriter):
         if not self._has_subtask_texts:
             return table
         for episode in self.episodes:
-            with suppress(DataFileError):  # `add` raises this error later.
+            with suppress(DataFileError):  # Writing the episode raises this error later.
                 numbers = np.asarray(episode.read(NUMBER)).reshape(-1).tolist()
                 table = with_pairs(table, zip(numbers, episode.read(TEXT), strict=True))
         return table
@@ -500,7 +500,7 @@ class LerobotWriter(ForeignWriter):
             replacements: Stack that renames the files when it is closed. Videos are added.
         """
         (data_file,) = files.values()
-        self._summaries.pop(self._num_episodes, None)  # Cached by a failed attempt.
+        self._summaries.pop(self._num_episodes, None)  # A failed attempt may have cached one.
         start = self._num_frames if self._version == "v3.0" else 0
         statistics = self._statistics.of_rows(start, episode.length)
         for column in self._video_columns():
@@ -687,9 +687,9 @@ class LerobotWriter(ForeignWriter):
         return scalars
 
     def _as_recorded(self, episode: EpisodeToWrite, name: str, values: Array) -> Array:
-        """Return the recorded values if they agree with the computed `values`, otherwise `values`.
+        """Return the recorded values of a column if they agree with the computed `values`.
 
-        Recorded values that do not agree, and are therefore replaced, are reported.
+        Otherwise `values` are returned, and the replacement is reported.
         """
         if name == TASK or name not in episode.schema:
             return values
@@ -884,7 +884,7 @@ class LerobotWriter(ForeignWriter):
                 file.write_table(table)
 
     def _write_texts(self, name: str, table: Any) -> None:
-        """Write a table of numbers and texts."""
+        """Write the table of tasks or subtasks: numbers and texts."""
         _, parquet = arrow()
         text = next(column for column in table.column_names if not column.endswith("_index"))
         # lerobot reads the texts from the pandas index. It reads wrong tasks from a plain column.
@@ -1018,7 +1018,7 @@ def _chosen_video(
     codec: str | None,
     groot: bool,
 ) -> tuple[str, Mapping[str, Any] | None]:
-    """Return the codec of a field of pictures, and the description of video that is copied.
+    """Choose whether pictures are written as PNG, encoded as video, or copied from existing video.
 
     Args:
         videos: The video of the field in each episode.
