@@ -80,9 +80,10 @@ class ArrowFile:
                 position += batch.num_rows
 
     def _batches(self, ipc: Any, mapped: Any, schema: Any, num_batches: int) -> Iterator[Any]:
-        """Read the batches of the file as a stream of messages.
+        """Yield the batches of the file after comparing their declared sizes with limits.
 
-        A message is yielded before its buffers are decompressed.
+        The file is read as a stream of messages, because the sizes in a message can be checked
+        before pyarrow decompresses its buffers.
         """
         mapped.seek(_MAGIC_BYTES)
         messages = iter(ipc.MessageReader.open_stream(mapped))

@@ -20,7 +20,7 @@ STEP_FIELDS = {"observations": "observation", "actions": "action", "rewards": "r
 #: of the last step becomes the value of the attribute.
 ENDS = {"terminations": "terminated", "truncations": "truncated"}
 INFOS = "infos"
-#: Minimum height and width of pictures.
+#: Minimum height and width of a picture. Smaller arrays are read as numbers.
 _MIN_PICTURE_SIZE = 32
 
 
@@ -51,9 +51,9 @@ class Description:
         return space if isinstance(space, dict) else {}
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a field's space if the space has as many elements as `shape`.
+        """Return the shape of a field as declared by its gymnasium space.
 
-        Otherwise `shape` is returned.
+        If the space is unknown or has another number of elements, the stored `shape` is returned.
         """
         space_shape = _shape(self.space(name))
         if space_shape is None or prod(space_shape) != prod(shape):
@@ -61,7 +61,7 @@ class Description:
         return space_shape
 
     def is_picture(self, name: str) -> bool:
-        """Return whether the space of a field is a picture. An unknown space may be a picture."""
+        """Return whether a field may be a picture according to its gymnasium space, if known."""
         space = self.space(name)
         shape = _shape(space)
         if shape is None:

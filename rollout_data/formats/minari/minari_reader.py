@@ -60,7 +60,7 @@ class GroupReader(Hdf5Reader):
     def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         facts = super().facts(file, node, length)
         # A converted episode whose end is unknown has False in all end flags, and an attribute that
-        # lists these flags as absent. Episodes with a True flag need no look at the attribute.
+        # lists these flags as absent. The attribute is read only if no flag is True.
         if not any(facts.values()):
             absent = absent_fields(file.attribute(node, ABSENT)).get(ABSENT, ())
             for path, name in self.ENDS.items():

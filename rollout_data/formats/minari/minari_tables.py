@@ -62,7 +62,7 @@ class TableReader(FileSource):
         self._description = read_description(self.path, folder)
         self.metadata = {**self._description.metadata, **self.metadata}
         self._known = KnownFiles()
-        #: Maps the columns of a file to its leaves by field name.
+        #: Leaves by field name, for each set of column names and types that occurs in the files.
         self._leaves: dict[tuple[Any, ...], dict[str, TableLeaf]] = {}
         with os.scandir(folder) as entries:
             is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
@@ -125,7 +125,10 @@ class TableReader(FileSource):
         return ends
 
     def _leaves_of(self, file: Any) -> dict[str, TableLeaf]:
-        """Map field names to the leaves of a file. Files with the same columns share the result."""
+        """Map field names to the columns, or nested parts of columns, that contain the fields.
+
+        Files with the same columns share the result.
+        """
         key = tuple((name, str(arrow_type)) for name, arrow_type in file.types.items())
         if key not in self._leaves:
             leaves: dict[str, TableLeaf] = {}

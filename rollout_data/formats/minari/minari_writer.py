@@ -102,7 +102,7 @@ class MinariWriter(Hdf5Writer):
             self._check_reward(episode)
             for dataset, form in self._forms(length).items():
                 datasets[f"{group}/{dataset}"] = form
-            # Minari requires both groups in every episode, even if they are empty.
+            # Minari requires groups of observations and actions in every episode, even empty ones.
             for head in ("observation", "action"):
                 if not self._fields.schema.below(head):
                     attributes[f"{group}/{_GROUPS[head]}"] = {}
@@ -181,7 +181,7 @@ class MinariWriter(Hdf5Writer):
                 continue
             if name in finals:
                 self._file.write(f"{group}/{dataset}", finals[name][None], length)
-            elif dataset.split("/")[0] == "observations":  # Missing in this episode.
+            elif dataset.split("/")[0] == "observations":  # The episode lacks this field.
                 filled = self._fields.read(episode, name, 0, 1)
                 self._file.write(f"{group}/{dataset}", filled, length)
         has_reward = has_number(episode, "reward")

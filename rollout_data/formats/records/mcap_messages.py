@@ -153,7 +153,7 @@ class Log:
         return False
 
     def messages(self, topic: Topic, rows: Any) -> Iterator[bytes]:
-        """Yield the bytes of the messages of a topic with the numbers `rows`.
+        """Yield the content of some messages of a topic; `rows` are the numbers of the messages.
 
         Raises:
             ValueError: A message is larger than `_MAX_MESSAGE_BYTES`.
@@ -239,7 +239,7 @@ def _records(data: memoryview, position: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _text(data: memoryview, position: int, stop: int) -> tuple[str, int]:
-    """Return the text at a position, and the position after the text."""
+    """Read a text after its u32 length; return the text and the position after it."""
     num_bytes = int.from_bytes(data[position : position + 4], "little")
     start = position + 4
     if start + num_bytes > stop:
@@ -259,7 +259,10 @@ def _chunk(data: memoryview, start: int, stop: int) -> McapChunk:
 
 
 def _unpack(data: memoryview, chunk: McapChunk) -> Any:
-    """Decompress a chunk to at most one byte more than its declared size."""
+    """Decompress a chunk, up to one byte more than its declared size.
+
+    The additional byte shows that a chunk is larger than declared, without decompressing all of it.
+    """
     if not chunk.compression:
         return data
     if chunk.compression == "lz4":

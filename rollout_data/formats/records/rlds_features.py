@@ -115,7 +115,7 @@ class RldsLeaf:
     ) -> Array:
         """Decode a value that is a picture or the bytes of a tensor."""
         if self.kind == "picture":
-            if dtype == np.float32:  # Encoded as four 8-bit channels.
+            if dtype == np.float32:  # The bytes of a value are stored as four 8-bit channels.
                 return decode_picture(item, where, (*shape[:2], 4)).view("<f4").reshape(shape)
             picture_shape = shape if dtype == np.uint8 else shape[:2]
             return decode_picture(item, where, picture_shape).reshape(shape)

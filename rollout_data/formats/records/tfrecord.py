@@ -184,7 +184,7 @@ def _integers(packed: Array, start: int, stop: int) -> Array:
 
 
 def _packed(data: memoryview, feature: FeatureValues) -> Array:
-    """Return the bytes of packed numbers, a uint8 view."""
+    """Return a uint8 view of the packed numbers of a feature."""
     spans = [(start, stop) for _, start, stop in _fields(data, feature.start, feature.stop)]
     if feature.kind == BYTES or len(spans) > 1:
         raise ValueError("the numbers of a feature are not packed")
@@ -209,7 +209,13 @@ def _pieces(packed: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _varints(piece: Array, begin: int, ends: Array) -> Array:
-    """Decode consecutive varints. The first begins at `begin`; `ends` are the end offsets."""
+    """Decode consecutive varints, integers with 7 bits per byte.
+
+    Args:
+        piece: The bytes, uint8.
+        begin: Offset of the first integer.
+        ends: End offset of each integer.
+    """
     starts = np.concatenate([[begin], ends[:-1]])
     lengths = ends - starts
     if lengths.max() > 10:
@@ -333,6 +339,6 @@ def _over_zeros(num_bytes: int) -> Array:
 
 
 def _apply(linear: Array, crcs: Array) -> Array:
-    """Return the CRCs `[n]` after zero bytes; `linear` is the result of `_over_zeros`."""
+    """Compute the CRCs `[n]` after zero bytes, from the effect `linear` on each single bit."""
     mapped: Array = np.bitwise_xor.reduce((crcs[:, None] >> _BITS & 1) * linear, axis=1)
     return mapped

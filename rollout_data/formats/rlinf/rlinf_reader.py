@@ -304,7 +304,7 @@ def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
 
 
 def _absent_fields(absent: Any, number: int) -> list[str]:
-    """Return the names of the fields that a conversion filled in a trajectory."""
+    """Return the names of a trajectory's fields that a conversion filled with False or NaN."""
     names = absent.get(str(number)) if isinstance(absent, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -334,7 +334,7 @@ def _short(text: str) -> str:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Map names in a file to memory-mapped tensors, nested lists of texts, or plain values.
+    """Load a torch file: map names to memory-mapped tensors, nested lists or plain values.
 
     Raises:
         CorruptFileError: The file is damaged, or declares more data than its size.
@@ -429,7 +429,7 @@ def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
 
 
 def _runs(dones: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (column, run, start, stop) of each run of steps between dones.
+    """Yield (column, number of the run, start, stop) of each run of steps between two dones.
 
     Runs are numbered from 0 in each column. The last run of a column ends at the end of the block.
     """

@@ -172,6 +172,6 @@ def _place_of(name: str) -> tuple[str, str]:
 
 
 def _read_name(name: str) -> str:
-    """Return the name of a numeric field in the reader of this format."""
+    """Return the name under which the reader of this format returns a numeric field."""
     group, key = _place_of(name)
     return f"{_OTHERS}/{key}" if group == _OTHERS else name

@@ -107,7 +107,7 @@ def kind(value: Any) -> str:
 
 
 def set_state(path: Path, state: Any, target: Any) -> None:
-    """Set the state of an array or dtype: the pickle operation BUILD."""
+    """Execute the pickle operation BUILD, which sets the content of an array or dtype."""
     if isinstance(target, PickledDtype):
         _set_dtype_state(path, target, state)
     elif isinstance(target, PickledArray) and target.stored is None:

@@ -48,7 +48,7 @@ _DAMAGE = (IndexError, KeyError, TypeError, ValueError, OverflowError, Attribute
 
 
 def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
-    """Return the content of a pickled dict, with arrays as descriptions.
+    """Read a pickled dict without running code. Arrays are described, not read.
 
     Each array is returned as a `StoredArray`. A tuple or list with one array is returned as a tuple
     with a `StoredArray`, because the older writer stored some arrays in this way by mistake.
@@ -281,7 +281,7 @@ _PUSHED: dict[str, _Handler] = {
     **dict.fromkeys([*_BYTES, *_VALUES.split()], lambda m, value: value),
     **dict.fromkeys(["GET", "BINGET", "LONG_BINGET"], lambda m, key: m.memo[key]),
 }
-#: Maps other operations to functions that change the machine.
+#: Maps other operations to functions that change the stack, the memo or a value on the stack.
 _CHANGES: dict[str, _Handler] = {
     "PROTO": _protocol,
     "FRAME": lambda m, num_bytes: m.check(num_bytes),

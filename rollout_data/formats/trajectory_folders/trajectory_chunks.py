@@ -140,7 +140,7 @@ def _is_component(key: str) -> bool:
 
 
 def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, StoredArray], list[str]]:
-    """Return the known arrays of a chunk in a fixed order, and descriptions of repairs.
+    """Select the arrays of a chunk that this format defines; also return the necessary repairs.
 
     Optional arrays with empty rows are left out, because they were not recorded.
     """
@@ -165,7 +165,7 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
     arrays = {}
     for key in wanted:
         value = content.get(key)
-        if type(value) is tuple:  # A stray comma in the older writer.
+        if type(value) is tuple:  # A stray comma in the older writer made tuples of arrays.
             repairs.append(f"{key!r} is a tuple, and the array in the tuple is read")
             value = value[0] if len(value) == 1 else value
         if not isinstance(value, StoredArray):
@@ -258,7 +258,7 @@ def join_chunks(
 def _newest_chunks(
     folder: Path, chunks: Sequence[TrajectoryChunk], problems: list[DataFileError]
 ) -> dict[int, TrajectoryChunk]:
-    """Map first frames to the newest chunk; append errors of left-out chunks to `problems`."""
+    """Map each first frame to the newest chunk that starts there; report the other chunks."""
     newest: dict[int, TrajectoryChunk] = {}
     for chunk in sorted(chunks, key=_age):
         start = chunk.file.start
@@ -333,7 +333,7 @@ def cut_trajectories(
 def _inner_ends(
     folder: Path, ends: np.ndarray, trajectory_stops: np.ndarray, total: int
 ) -> list[DataFileError]:
-    """Return an error if a folder has several trajectories; it should have one.
+    """Return the error to report for a folder with several trajectories instead of one.
 
     Args:
         folder: The trajectory folder.

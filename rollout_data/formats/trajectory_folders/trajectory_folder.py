@@ -84,7 +84,7 @@ class JoinedFolder(NamedTuple):
     Attributes:
         order: Sort key of the folder: modification time of its last chunk, number and path.
         chunks: Joined chunks, by frame.
-        fragments: Fragments of `cut_trajectories`.
+        fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
         chunk_of: Position of each fragment's chunk in `chunks`.
     """
 
@@ -104,13 +104,13 @@ class FolderScan:
         metadata: Content of metadata.json, unknown keys included; {} if missing or half-written.
         chunk_paths: Chunk files with used frames. Fragments refer to them by position.
         fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
-            `row` is the first row within the chunk. Trajectories are numbered in the order of
-            `JoinedFolder.order`. `end_time_ns` strictly increases in this order.
+            `row` is the first row within the chunk. Trajectories are numbered by the modification
+            times of their last chunks. `end_time_ns` strictly increases in this order.
         chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
         problems: Errors of repaired, skipped and unreadable files. Each names the file and states
             whether it was repaired or skipped.
         absent: Maps folders to fields and flags that a conversion filled with NaN or False, because
-            the original data do not have them; see `ABSENT`.
+            the original data do not have them.
         known: Maps chunk files to their readable chunks. The next scan does not open these files.
         files: States of the readable chunks when they were scanned. Reading a changed file raises
             an error.
@@ -242,7 +242,7 @@ def _join_folder(
     Args:
         folder: The trajectory folder.
         chunks: Its usable chunks.
-        absent: `absent` of `FolderScan`.
+        absent: Maps folders to fields and flags that a conversion filled with NaN or False.
 
     Returns:
         The joined folder, or None if no chunk can be used.
@@ -285,7 +285,7 @@ def _fields(
     path: Path,
     previous: FolderScan | None,
 ) -> tuple[Signature, Schema, list[DataFileError]]:
-    """Return the arrays to read, their fields, and errors about metadata that contradict them.
+    """Choose the arrays to read. Return them, their fields, and errors about wrong metadata.
 
     Arrays and fields of the previous scan are kept if that scan found fields.
     """
@@ -327,7 +327,7 @@ def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
 def _build_schema(
     signature: Signature, metadata: Mapping[str, Any], metadata_path: Path
 ) -> tuple[Schema, list[DataFileError]]:
-    """Build the fields as users see them.
+    """Build the fields of the dataset from the arrays in the chunks and from metadata.json.
 
     The metadata state shape and codec of each component. If they contradict the arrays in the
     chunks, an error is reported and the arrays are read as stored.
@@ -458,7 +458,7 @@ def _try_scan(file: ChunkFile) -> TrajectoryChunk | DataFileError:
 
 
 def _repairs(chunks: Iterable[TrajectoryChunk]) -> list[DataFileError]:
-    """Return one error per kind of repair, with the first file and the number of further files."""
+    """Summarize the repairs of all chunks: an error per kind of repair, with the first file."""
     paths: dict[str, list[Path]] = {}
     for chunk in chunks:
         for repair in chunk.repairs:
@@ -471,12 +471,12 @@ def _repairs(chunks: Iterable[TrajectoryChunk]) -> list[DataFileError]:
 
 
 def _in_order(joined: list[JoinedFolder]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
-    """Concatenate the chunks and fragments of all folders, sorted by `JoinedFolder.order`.
+    """Concatenate the chunks and fragments of all folders, in the order of modification times.
 
     Trajectories are renumbered in this order. `end_time_ns` becomes strictly increasing.
 
     Returns:
-        `chunk_paths`, `fragments` and `chunk_of` of `FolderScan`.
+        The chunk files, the fragments, and the position of each fragment's chunk among the files.
     """
     paths: list[Path] = []
     tables = [np.zeros(0, FRAGMENT_DTYPE)]
@@ -513,7 +513,7 @@ def read_chunk_rows(
         columns: Columns to read; None for all. The bytes of other columns are not read.
 
     Returns:
-        Column name (`rollout_data.blocks.row_layout`) -> new uint8 `[num_rows, row_bytes]`.
+        A dict that maps column names to new arrays, uint8 `[num_rows, row_bytes]`.
 
     Raises:
         CorruptFileError: The chunk has changed since it was scanned.

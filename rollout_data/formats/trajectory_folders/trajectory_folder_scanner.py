@@ -48,7 +48,8 @@ class TrajectoryFolderScanner(Scanner):
         self._source = source
         self._unreadable: set[ChunkFile] = set()
         self._mixed: set[Path] = set()
-        #: Scan of each folder that an open recording has already made; None for other folders.
+        #: Scans that open recordings have already made, in the order of the folders; None for a
+        #: folder without an open recording.
         self._opened = [
             None if origin.opened is None else origin.opened.listing[1][0]
             for origin in source.origins
@@ -74,8 +75,8 @@ class TrajectoryFolderScanner(Scanner):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        # An empty folder `trajectory_K` may be a recording that has just started. Next to block
-        # files it does not make the data trajectory folders; the blocks are read.
+        # An empty folder `trajectory_K` may be a recording that has just started. If there are block
+        # files, an empty folder is not sufficient, so that the blocks are read.
         return is_trajectory_folder(path, with_chunk=bool(block_entries(path)))
 
     @property
@@ -121,7 +122,7 @@ class TrajectoryFolderScanner(Scanner):
         return self._last
 
     def _report_copies(self, scan: FolderScan) -> None:
-        """Report copied actions in the first fragment of 2 or more frames; see `copied_actions`."""
+        """Report actions that may be copied observations, from the first fragment with 2 frames."""
         candidates = np.flatnonzero(scan.fragments["length"] > 1)
         if not len(candidates):
             return
@@ -137,7 +138,7 @@ class TrajectoryFolderScanner(Scanner):
             values: np.ndarray = layout.decoded(name, torch.from_numpy(rows)).numpy()
             return values
 
-        with suppress(DataFileError, OSError):  # Reading raises this error later.
+        with suppress(DataFileError, OSError):  # Reading the chunk raises this error later.
             for problem in copied_actions(layout.schema, int(fragment["length"]), read):
                 path = str(scan.chunk_paths[chunk])
                 self._source.advise(DataFileError(f"{path!r}: {problem}"))
@@ -233,5 +234,5 @@ class ChunkRows(UnmappedRows):
 
 
 def _contents(scan: FolderScan) -> Any:
-    """Return the parts of a scan that determine the snapshot, to compare scans."""
+    """Return the parts of a scan that differ if the readable data have changed."""
     return scan.chunk_paths, list(scan.known), scan.absent

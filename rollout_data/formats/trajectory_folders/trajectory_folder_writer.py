@@ -160,7 +160,7 @@ class TrajectoryFolderWriter(ForeignWriter):
             self.changed("the observation after the last step is left out", episode)
 
     def _chunk(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        """Return the arrays of an episode by key; report what they change."""
+        """Return the arrays to write for an episode, by key. Report changes of the data."""
         chunk: dict[str, Any] = {}
         for change in self._fields.changes(episode):
             self.changed(change, episode)
@@ -183,7 +183,7 @@ class TrajectoryFolderWriter(ForeignWriter):
         return chunk
 
     def _flat_rows(self, episode: EpisodeToWrite, name: str) -> Array:
-        """Return the rows of a field as `[T, num_elements]`, in a dtype of this layout."""
+        """Return the rows of a field as `[T, num_elements]`, float32 or uint8."""
         field = self._fields.schema[name]
         rows = np.array(self._fields.read(episode, name)).reshape(episode.length, -1)
         _, _, component = name.partition("/")
@@ -321,7 +321,7 @@ def _is_written(name: str) -> bool:
 
 
 def _read_name(name: str) -> str:
-    """Return the field name under which this library reads a written field again."""
+    """Return the name under which the reader of this format returns a field."""
     head, separator, rest = name.partition("/")
     return f"{head}{separator}{_component(rest)}"
 

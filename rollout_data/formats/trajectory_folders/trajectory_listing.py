@@ -27,7 +27,7 @@ MAPPING = "obs_disassemble_mapping"
 FOLDER_PREFIX = "trajectory_"
 _CHUNK_NAME = re.compile(r"traj_(\d{1,18})_(\d{1,18})\.(?:pickle|pkl)", re.ASCII)
 _FOLDER_NUMBER = re.compile(r"trajectory_(\d{1,18})", re.ASCII)
-#: Number of folders `trajectory_*` without a number in their name, which are sorted last.
+#: Sort key of a folder `trajectory_*` without a number in its name. Such folders come last.
 _NO_NUMBER = 1 << 62
 MAX_METADATA_BYTES = 1 << 24
 #: Attempts to read metadata.json. The older writer rewrites it in place.
@@ -49,7 +49,7 @@ class ChunkFile:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """State of the file for `KnownFiles`."""
+        """Inode, size and modification time, to detect later changes of the file."""
         return self.inode, self.num_bytes, self.mtime_ns
 
 
@@ -241,7 +241,7 @@ def _readable_files(
 
 
 def _components(metadata: Mapping[str, Any]) -> str:
-    """Return the description of components as JSON text, because dicts are equal in any order."""
+    """Return the description of components as JSON text, in which the order of keys counts."""
     return json.dumps([metadata.get(SEGMENTS), metadata.get(MAPPING)])
 
 
