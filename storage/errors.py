@@ -213,7 +213,7 @@ def _public_name(frame: FrameType, package: str) -> str:
     if code.co_varnames[:1] not in (("self",), ("cls",)):
         return name if name in public else ""
     owner: Any = frame.f_locals.get(code.co_varnames[0])
-    # `isinstance` reads `__class__`, which may fail for an object that is not complete yet.
+    # Use no `isinstance`: it reads `__class__`, which may fail while an object is constructed.
     owner_type: type = owner if issubclass(type(owner), type) else type(owner)
     if not any(base.__name__ in public for base in owner_type.__mro__):
         return ""

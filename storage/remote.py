@@ -1,4 +1,4 @@
-"""`RemoteBuffer`: any buffer of this package, divided among Ray actors, with its own methods.
+"""`RemoteBuffer`: divides a buffer among Ray actors, and keeps the methods of the buffer.
 
 The rows are divided among shards. A shard is one buffer in one actor, which draws the rows of a
 sample and sends them as raw memory. This module only chooses how many rows come from each shard.
@@ -268,7 +268,7 @@ class RemoteBuffer:
         try:
             return self._links[0].retried(lambda: self._next(draw))
         except BufferEmptyError:
-            # Pushes of this client may not be applied yet.
+            # The shards may only be empty because pushes of this client are not applied yet.
             self.flush()
             return self._links[0].retried(lambda: self._next(draw))
 
@@ -339,14 +339,14 @@ class RemoteBuffer:
             ack, packed = link.answer(reference)
             if link.has_restarted(Ack(*ack)):
                 raise LostActorError(f"The actor of {link.where} restarted during the request.")
-            # A shard sends nothing for a batch in which it has no rows.
+            # The answer of a shard omits the batches to which it contributes no rows.
             batches_of_shard = [batch for batch, size in zip(batches, sizes, strict=True) if size]
             for batch, part in zip(batches_of_shard, packed, strict=True):
                 batch.append(unpack(part, self._options.copy))
         return [join(parts) for parts in batches]
 
     def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # Each shard applies only the updates of its own rows.
+        # Send all updates to each shard, which applies only the updates of its own rows.
         for link in self._links:
             link.push(name, args, options)
 

@@ -39,7 +39,7 @@ class SimpleReplayBuffer:
         n_steps: Number of steps n whose rewards are summed in a transition.
         gamma: Discount per step in these sums.
         device: Device of the steps and the batches.
-        generator: As for `DictBuffer`.
+        generator: Random generator of the samples, or a seed; see `DictBuffer`.
 
     Batches differ from those of FastTD3 in two points. Steps are drawn uniformly over all
     environments, not equally many from each. Steps whose next observation or sum of n rewards is

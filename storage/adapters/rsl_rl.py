@@ -74,9 +74,9 @@ class RslRlStorage(RolloutStorage):
         compat: Whether mini-batches are drawn as in rsl_rl. All epochs of an update then use the
             same permutation. Rows or envs that remain after the division into equal mini-batches
             are left out. Otherwise each epoch has a new permutation, and no env is left out.
-        generator: As for `RolloutStorage`. For the same permutations and losses as rsl_rl with the
-            same seed, pass the generator that rsl_rl uses: `torch.default_generator`, on a GPU
-            `torch.cuda.default_generators[index]`.
+        generator: Random generator, or a seed; see `RolloutStorage`. For the same permutations and
+            losses as rsl_rl with the same seed, pass the generator that rsl_rl uses:
+            `torch.default_generator`, on a GPU `torch.cuda.default_generators[index]`.
     """
 
     Transition: type[Any] = RslRlTransition
@@ -157,7 +157,8 @@ class RslRlStorage(RolloutStorage):
         """Copy one step from a transition of rsl_rl or of this library.
 
         Raises:
-            RolloutOverflowError, SchemaError: As for `RolloutStorage`.
+            RolloutOverflowError: The storage is full.
+            SchemaError: A field is missing, or has another shape or dtype.
         """
         with self._lock:
             values = {name: value for name, value in vars(transition).items() if value is not None}

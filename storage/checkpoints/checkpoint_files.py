@@ -63,8 +63,8 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
         obj: Object to save. It must not change during the call.
         path: Path of the file, including the suffix.
         level: LZ4 level; None for no compression.
-        meta: Metadata as JSON, or None. An uncompressed file has it as a member of the zip
-            archive. A compressed file has it in a frame that LZ4 readers skip.
+        meta: Metadata as JSON, or None. It is stored as a member of the zip archive, or in a
+            compressed file as a frame that LZ4 readers skip.
     """
     with replace_file(path) as new:
         with open(new, "wb") as file:

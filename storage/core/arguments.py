@@ -35,7 +35,8 @@ def options(owner: Any, values: Mapping[str, Any]) -> None:
     """Check the keyword arguments of a constructor; an unknown argument raises `TypeError`.
 
     Args:
-        owner: Object whose constructor is running. The constructors of its base classes count too.
+        owner: Object whose constructor is running. Arguments of the constructors of its base
+            classes are accepted too.
         values: Keyword arguments that the user passed to the constructor.
 
     Raises:

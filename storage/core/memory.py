@@ -1,9 +1,9 @@
 """Tensor memory: reused buffers, copies to devices, numpy views, and access by CUDA streams.
 
-`BufferPool` reuses the memory of large CPU tensors. Python's reference counts show when no tensor,
-view or array over a buffer is alive. Fresh memory costs a page fault per 4 KiB, which is 2-5 times
-the cost of filling it. A reused buffer has no page faults. A new buffer of 3 MiB or more requests
-2 MiB pages.
+`BufferPool` reuses the memory of large CPU tensors. A buffer is free once Python's reference count
+shows that no tensor, view or array over it is alive. Fresh memory costs a page fault per 4 KiB,
+which is 2-5 times the cost of filling it. A reused buffer has no page faults. A new buffer of 3 MiB
+or more requests 2 MiB pages.
 
 `own` returns a CPU tensor as a numpy array and other tensors unchanged. Code with many small calls
 uses it, because small numpy calls take a third of the time of torch calls. `tensor_of` is the
@@ -52,8 +52,8 @@ _Result = TypeVar("_Result")
 def lasting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorate a function that creates long-lived tensors: disable inference mode and gradients.
 
-    torch forbids writes to inference tensors outside of inference mode. A policy may make its first
-    call inside of inference mode and the next call outside.
+    Tensors that are created in inference mode can only be changed in inference mode. A policy may
+    create a buffer in this mode by its first call, and write to it outside of this mode later.
     """
 
     @wraps(function)

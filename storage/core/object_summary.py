@@ -17,9 +17,9 @@ import torch
 from ..errors import RolloutDataError
 from .fields import Field, Schema
 
-#: Names of the attribute that contains the capacity of an object.
+#: Names under which classes store the capacity of an object.
 _CAPACITIES = ("capacity", "replay_buffer_size", "buffer_size", "max_size")
-#: Names of properties to show. Attributes are shown without being named here.
+#: Names of properties to show in addition to plain attributes.
 _PROPERTIES = ("num_transitions_per_env",)
 #: Packages whose objects are searched for a schema.
 _OURS = ("storage.", "rollout_data.")

@@ -37,11 +37,11 @@ class Group:
     """Fields that are adjacent in one memory block.
 
     Attributes:
-        parts: Positions of the fields, the largest items first, so that each is aligned to its
-            size.
+        parts: Positions of the fields. Fields with the largest items come first, so that each item
+            is aligned to its size.
         width: Number of elements of dtype `unit` in a packed row.
-        unit: Dtype in which packed rows are stored and copied, float32 or uint8. Copies keep every
-            bit; nothing is computed in this dtype.
+        unit: Dtype in which packed rows are stored and copied, float32 or uint8. It only determines
+            the size of the copied elements; nothing is computed in this dtype.
     """
 
     parts: tuple[Part, ...]

@@ -75,7 +75,7 @@ def generator_on(
     generator: torch.Generator | int | None,
     device: torch.device | None = None,
 ) -> torch.Generator:
-    """Return `generator` if it is a generator, otherwise create one.
+    """Return a random generator: the argument itself, or a new generator for a seed.
 
     Args:
         generator: A `torch.Generator` or a seed. None: the new generator is seeded from

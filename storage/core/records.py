@@ -327,7 +327,7 @@ class _Leaf(NamedTuple):
 
 
 class RecordReader:
-    """Reader that checks records of the user and converts them to tensors in one form.
+    """Reader that checks records and converts their leaves to tensors `[n, lanes, *event]`.
 
     `read` checks a record completely and stores its form: names, types, dtypes and event shapes of
     the leaves. `read_again` and `rows_again` compare a record with this form and skip the other
@@ -381,8 +381,7 @@ class RecordReader:
     def renewed(self, num_lanes: int | None = None) -> RecordReader:
         """Return a reader with the same options and without a schema.
 
-        With `num_lanes=None`, the new reader gets the `num_lanes` of the constructor call of this
-        reader.
+        `num_lanes` None means the number that was passed to the constructor of this reader.
         """
         num_lanes = self._first_num_lanes if num_lanes is None else num_lanes
         return RecordReader(num_lanes, self.has_lane_axis, self.auto_unsqueeze, self.narrow)
@@ -594,7 +593,7 @@ class RecordReader:
             raise SchemaError(f"field {first!r} has {like.shape[1]} lanes, expected {expected}.")
 
     def _note_form(self, record: Any, schema: Schema) -> None:
-        """Store the form of a checked record, so that equal records need no complete check."""
+        """Store the form of a checked record, so that such records need no complete check."""
         nodes = [(0, "", type(record), len(record.keys()))]
         waiting = [(0, "", record)]
         form: dict[str, tuple[int, str, Any]] = {}
@@ -617,7 +616,7 @@ class RecordReader:
         self._note_arrays(named)
 
     def _note_tensors(self, named: list[tuple[int, str, Any, Field]]) -> None:
-        """Store the form of tensor leaves, so that equal records need no complete check.
+        """Store the form of tensor leaves, so that records of this form need no complete check.
 
         Stores nothing unless all leaves are tensors on one device, in the dtypes of their fields,
         and not complex.

@@ -69,7 +69,7 @@ class Owner:
 
 
 class OwnCondition(threading.Condition):
-    """Condition variable of an object with a thread. Acquiring it in a forked child raises."""
+    """Condition variable of an object with a thread. Acquiring it in a forked child is an error."""
 
     def __init__(self, owner: Owner) -> None:
         super().__init__()
@@ -286,8 +286,8 @@ def each_part(
         function: Function that processes the pieces `start` to `stop - 1`. Several threads are
             faster only if it releases the global interpreter lock.
         num_pieces: Number of pieces of about equal size.
-        num_bytes: Bytes of all pieces together. If there are few bytes, or pieces are small, one
-            call processes all pieces.
+        num_bytes: Bytes of all pieces together. If this number or the size of one piece is small,
+            one call processes all pieces.
         num_threads: Maximum number of threads; None for torch's number (1 in a DataLoader worker).
 
     Returns:

@@ -1,1 +1,1 @@
-"""Services that run while a learner trains."""
+"""Monitors, prefetching and rate limits for use during training."""

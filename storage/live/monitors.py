@@ -137,7 +137,7 @@ class TickMonitor(Monitor):
     """Mean, maximum and minimum of quantities, such as priority, over the last `window` ticks.
 
     A tick is one call of `record`, with one value per item or one value for all items of the call.
-    Means are over items, not over ticks. Each quantity takes `window` rows of 4 numbers.
+    Means are over items, not over ticks.
     """
 
     #: Quantities: `time` in seconds, `size` in items, `use` in draws per item, `priority`, and
@@ -152,7 +152,7 @@ class TickMonitor(Monitor):
     def record(self, **values: Any) -> None:
         """Record one tick: a number, sequence, array or tensor per quantity, all finite.
 
-        A call that raises records nothing. An empty sequence counts as not recorded.
+        A call that raises an error records nothing. An empty sequence contains no value to record.
 
         Raises:
             UsageError: The quantity is not one of `FIELDS`, or a value is not a finite number.
@@ -297,7 +297,7 @@ class PerformanceMonitor(Monitor):
         return {f"{key}_{name}": float(row[name]) for key, row in rows for name in ("mean", "std")}
 
     def summary(self) -> dict[str, dict[str, int | float]]:
-        """Return statistics of the durations in the window of each name, in seconds.
+        """Return statistics of the last `window` durations of each name, in seconds.
 
         The statistics are `count`, `total`, `mean`, `std`, `p50`, `p95` and `max`. `std` is the
         population standard deviation: 0 for a single duration. Percentiles are interpolated

@@ -39,7 +39,7 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
             item = item.pin_memory()
         return item.to(device, non_blocking=is_async)
     is_tree = callable(getattr(item, "to", None)) and callable(getattr(item, "keys", None))
-    # The method `to` of a `TensorDict` or a tensorclass keeps the batch size.
+    # Call the method `to` of a `TensorDict` or a tensorclass, since it keeps the batch size.
     if is_tree and not isinstance(item, (dict, type)):
         return item.to(device, non_blocking=is_async)
     if isinstance(item, Mapping):
@@ -227,8 +227,8 @@ _END = _Made()
 class _Producer:
     """Background production of the items of one iteration.
 
-    It has no reference to the iteration. The iteration can therefore be deleted while the thread
-    runs, and its deletion stops the producer.
+    The producer has no reference to the iteration. The iteration can therefore be deleted while the
+    thread runs, and its deletion stops the producer.
     """
 
     def __init__(self, collector: PipelinedDataCollector[Any]) -> None:

@@ -71,7 +71,7 @@ class RateLimiter:
 
     @property
     def balance(self) -> float:
-        """Number of items to sample until the ratio is reached; negative if it is exceeded."""
+        """Number of items to sample to reach the target ratio; negative above the target."""
         return self.samples_per_insert * (self.num_inserted - self.min_inserts) - self.num_sampled
 
     def insert(self, num_items: int = 1, waits: bool = True) -> bool:

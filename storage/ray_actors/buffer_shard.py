@@ -250,10 +250,10 @@ class Shard:
         return tuple(self.acknowledge("")), results
 
     def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
-        """Draw repeatedly and drop stale windows, until a batch is full.
+        """Draw repeatedly, without windows of outdated policies, until a batch is full.
 
-        A window of `unit` rows is stale if the policy version of a row is more than `max_staleness`
-        below `version`. All other windows remain equally likely.
+        A window of `unit` rows is dropped if the policy version of a row is more than
+        `max_staleness` below `version`. All other windows remain equally likely.
         """
         limit = self._options.max_staleness
         key = self._options.version_key
@@ -389,7 +389,10 @@ class Shard:
     # Other calls.
 
     def acknowledge(self, collector: str) -> Ack:
-        """Return the number of rows, and which pushes of a collector are applied and saved."""
+        """Return the number of rows, and which pushes of a collector are applied and saved.
+
+        `collector` is the id of the collector, or "" to request only the number of rows.
+        """
         num_rows = sum(map(len, _parts_of(self._buffer)))
         return Ack(self._life, num_rows, self._due.get(collector, 0), self._saved.get(collector, 0))
 
@@ -399,7 +402,7 @@ class Shard:
         return self._traits
 
     def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Packed:
-        """Call a method of the buffer, or read an attribute, and return the packed result."""
+        """Call a method of the buffer, or read an attribute. Pack the result for the client."""
         with self._applying:
             attribute = getattr(self._buffer, name)
             return pack(attribute(*args, **options) if callable(attribute) else attribute)

@@ -103,7 +103,7 @@ class Link:
         return self.retried(lambda: self.answer(self.start(method, *args)))
 
     def retried(self, function: Callable[[], Any]) -> Any:
-        """Call a function and return its result. Repeat the call while it raises `LostActorError`.
+        """Call a function and return its result. Repeat the call while the actor restarts.
 
         The calls are repeated for at most `timeout_s`, and only if actors have checkpoints.
         """

@@ -1,7 +1,8 @@
 """`BufferStore`: store that is saved in the layout of earlier systems, which can be loaded too.
 
-A folder contains `config.json` and `buffer.hdf5`. The config is a flat JSON object, whose key
-`__target__` contains the module and the name of the class. The HDF5 file has one dataset per field.
+A folder contains `config.json`, `buffer.hdf5` with the rows, and `finals.hdf5` if there are final
+observations. The config is a flat JSON object, whose key `__target__` contains the module and the
+name of the class. Each HDF5 file has one dataset per field.
 The rows of a ring are written in the order of its slots. A slot has the rows of one step, one per
 environment. Numbers that are missing in configs of earlier systems are computed from the rows.
 """
@@ -78,7 +79,7 @@ class BufferStore(Store):
             SchemaError: The name of a field contains the separator, or is not a valid name in HDF5.
             DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, for example because the disk is full. The
-                earlier save is unchanged. Also an `OSError`.
+                earlier save is unchanged. `WriteError` is an `OSError`.
             UsageError: An earlier call on a GPU was invalid. The save is complete nevertheless.
         """
         separator = (
@@ -129,8 +130,8 @@ class BufferStore(Store):
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         """Load a saved state into a store with equal constructor arguments.
 
-        An implementation only replaces attributes, and raises an error for a state that does not
-        match the store.
+        An implementation replaces attributes, but does not write to existing tensors. It raises an
+        error for a state that does not match the store.
         """
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -197,9 +198,10 @@ def rows_written(
 ) -> int:
     """Return the number of steps that were ever written to a saved ring.
 
-    Each step is written to one slot. A full ring overwrites its oldest step. The config has the
-    number of steps as `total`. Configs of earlier systems do not have `total`; some have the row of
-    the next step as `_idx`. Their files may contain all slots of a ring that is not full.
+    Each step is written to one slot. A full ring overwrites its oldest step. The config contains
+    the number of steps as `total`. Configs of earlier systems do not contain `total`, but some
+    contain the row of the next step as `_idx`. The files of earlier systems may also contain the
+    unwritten slots of a ring.
 
     Args:
         numbers: Numbers of the config.
@@ -208,7 +210,7 @@ def rows_written(
         rows_per_slot: Number of rows of a slot, one per environment.
 
     Raises:
-        SchemaError: The numbers contradict each other or the file.
+        SchemaError: The numbers contradict each other or the size of the file.
     """
     has_total = "total" in numbers
     is_full = numbers.get("_is_full")

@@ -179,7 +179,7 @@ class Store(Shown, ABC):
         Raises:
             DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, for example because the disk is full. The
-                earlier save is unchanged. Also an `OSError`.
+                earlier save is unchanged. `WriteError` is an `OSError`.
             UsageError: An earlier call on a GPU was invalid. The save is complete nevertheless.
         """
         with self._lock, self._order.reads:
@@ -389,7 +389,7 @@ def load_store(path: str | os.PathLike[str], device: torch.device | str | None =
             does not exist.
 
     Raises:
-        UnknownBufferError: The config has no class, or an unknown class (a `ValueError`).
+        UnknownBufferError: The config has no class, or an unknown class.
         DataFileError: The folder is missing or damaged.
     """
     config = read_config(path)
