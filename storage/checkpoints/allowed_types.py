@@ -105,7 +105,7 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
 
 
 def _replacements(names: list[str]) -> dict[str, Any]:
-    """Return a safe function to call instead of each allowed name; leave out other names."""
+    """Map each allowed global name to a safe function that is called instead of it."""
     replacements: dict[str, Any] = {
         name: _FIXED_REPLACEMENTS[name] for name in names if name in _FIXED_REPLACEMENTS
     }
@@ -161,10 +161,11 @@ def _enums_in(outer_class: type) -> list[type[enum.Enum]]:
 
 
 def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) -> Any:
-    """Find a class within another class, instead of a call of `getattr` by the file.
+    """Find a class that is defined within another class, as `getattr` would.
 
-    For an enum, the result is its function in `lookups`. For a class that contains an enum, it is
-    another `_Outer`. Other classes raise an error.
+    Pickles call this function instead of `getattr`, which could run code of the program. For an
+    enum, the result is its function in `lookups`. For a class that contains an enum, it is another
+    `_Outer`. Other classes raise an error.
 
     Args:
         lookups: Function that returns a member by its value, for each enum class.

@@ -44,7 +44,7 @@ class _SeedSource:
         self._numbers: dict[int, count[int]] = {}
 
     def next_seed(self) -> int:
-        """Return the seed of the next object. torch's default generator is read, not advanced."""
+        """Return a seed for a new object. torch's default generator is read, not advanced."""
         initial_seed = torch.initial_seed() if self._initial_seed is None else self._initial_seed
         # `next` of a `count` is atomic, so that threads get different numbers without a lock. A
         # forked process would inherit a lock in its locked state.

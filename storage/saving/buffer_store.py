@@ -121,7 +121,7 @@ class BufferStore(Store):
     @classmethod
     @abstractmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the constructor arguments that a flat config contains.
+        """Return the constructor arguments from the `config.json` of a save.
 
         Configs of earlier systems do not contain all arguments.
         """

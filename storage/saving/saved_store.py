@@ -199,7 +199,7 @@ class Store(Shown, ABC):
             self._raise_after_save()
 
     def raise_deferred(self, wait: bool = False) -> None:
-        """Raise the oldest error of an earlier call on a GPU, if there is one.
+        """Raise the oldest error of earlier calls on a GPU, if a call failed.
 
         Args:
             wait: Whether to wait for the GPU. Otherwise only errors that have arrived are raised.
@@ -374,7 +374,7 @@ class Store(Shown, ABC):
         return random_state_for(self.rng, saved)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor of a state to the device of the rows."""
+        """Copy a tensor of a state to the device of the store."""
         return tensor.detach().to(self.device, copy=True)
 
 
