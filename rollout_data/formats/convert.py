@@ -251,8 +251,8 @@ def _write_episodes(
 ) -> tuple[ForeignWriter, int]:
     """Write the episodes that are missing from the target; append read errors to `problems`.
 
-    Some formats fix the positions of all rows before writing (`is_laid_out_first`). Their targets
-    are written again from the beginning if an episode is unreadable, without this episode.
+    Some formats fix the positions of all rows before writing (`is_laid_out_first`). If an episode
+    is unreadable, a target of such a format is written again without the episode.
 
     Returns:
         The closed writer, and the number of episodes that an earlier conversion had written.
@@ -337,5 +337,5 @@ def _reason(error: Exception) -> BaseException | None:
         return error
     if isinstance(getattr(error, "errno", None), int):  # FFmpeg's errors have an `errno`.
         return error
-    # `torch.save` raises a second error, whose context is the error of the file.
+    # After a failed write, `torch.save` raises an error whose context is the error of the file.
     return error.__context__ if isinstance(error.__context__, OSError) else None

@@ -172,7 +172,7 @@ def _measured_rates(episode: EpisodeToWrite) -> Iterator[Statement]:
 
 
 def _rounded(rate_hz: float, error: float) -> float:
-    """Return the nearest integer if it is within the relative `error` of a rate, else the rate."""
+    """Round a rate to an integer if the rounding is within the relative `error` of the rate."""
     nearest = round(rate_hz)
     tolerance = min(max(_ROUNDING, error), _MAX_DIFFERENCE)
     return float(nearest) if nearest and abs(rate_hz / nearest - 1) < tolerance else rate_hz

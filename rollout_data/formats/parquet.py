@@ -176,7 +176,7 @@ class ParquetFile:
             batch_rows: Maximum number of rows decoded at a time. Large rows reduce this number.
 
         Yields:
-            Arrow arrays of the next rows by column name; see `as_rows`.
+            Arrow arrays of the next rows by column name.
         """
         first_group = int(np.searchsorted(self._starts, start, "right")) - 1
         stop_group = (

@@ -58,7 +58,7 @@ _Json = tuple[dict[str, Array], dict[str, Any]]
 
 
 class MotionReader(FileSource):
-    """Reader of one clip, or of all clips in a folder sorted by the numbers in their names.
+    """Reader of motion clips: one file, or all files of a folder in the order of their numbers.
 
     Options:
         body_order: "breadth", "depth", or the names of the bodies, if the files do not state them.

@@ -192,7 +192,7 @@ class NpzArray:
             return value
         stop = self.shape[0] if stop is None else min(stop, self.shape[0])
         start = min(start, stop)
-        if self.is_fortran and len(self.shape) > 1:  # Rows are not contiguous: read all.
+        if self.is_fortran and len(self.shape) > 1:  # No row is contiguous, so all are read.
             whole: Array = self._stored(self.shape[::-1], 0).transpose()
             return whole[start:stop]
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize

@@ -26,7 +26,7 @@ from .hdf5_datasets import OpenFile
 
 _METADATA = "metadata/"
 _NOTE = f"{_METADATA}{NOTE_DATASET}"
-#: Datasets with a row per step. A dataset with another name may be metadata.
+#: Datasets that must have a row per step. Other datasets without a row per step are left out.
 _STEPS = (
     "observations",
     "actions",
@@ -42,8 +42,8 @@ class D4rlReader(FlatReader):
 
     Options:
         max_episode_steps: Length at which episodes were truncated. Required without `timeouts`.
-        terminals_end: Whether `terminals` ends episodes. False if it marks reached goals, as in
-            antmaze; only `timeouts` ends episodes then.
+        terminals_end: Whether an episode ends where `terminals` is True. If `terminals` marks
+            reached goals, as in antmaze, pass False: only `timeouts` then ends episodes.
     """
 
     format = "d4rl"

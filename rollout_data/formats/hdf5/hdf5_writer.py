@@ -379,7 +379,7 @@ class Hdf5Writer(ForeignWriter):
     @classmethod
     @abstractmethod
     def rows_of(cls, note: ConversionNote) -> dict[str, EpisodeRows]:
-        """Map the id of each episode to write to the location of its rows."""
+        """Map episode ids to the locations of the rows of the episodes in the file."""
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:

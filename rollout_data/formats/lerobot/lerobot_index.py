@@ -514,7 +514,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _index_rows_2(info: Info) -> list[dict[str, Any]]:
-    """Read the index of version 2, `meta/episodes.jsonl`: one dict per episode, in their order.
+    """Read the index of version 2, `meta/episodes.jsonl`: a dict per episode, sorted by number.
 
     The file states no positions. `dataset_from_index` is computed from the lengths.
     """

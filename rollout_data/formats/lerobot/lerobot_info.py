@@ -32,7 +32,7 @@ INDEX_COLUMNS = ("episode_index", "frame_index", "index")
 UNFINISHED = "is_unfinished"
 #: Pattern of a replacement field in a template, such as `{chunk_index:03d}`: name and format.
 _FIELD = re.compile(r"\{(\w+)(?::((?:0?\d)?d?))?\}", re.ASCII)
-#: Names of replacement fields that are numbers.
+#: Replacement fields of file name templates whose values are numbers.
 _NUMBERS = ("chunk_index", "file_index", "episode_chunk", "episode_index")
 _DEFAULT_CHUNKS_SIZE = 1000
 #: Maps versions to the default templates for names of data files and video files.

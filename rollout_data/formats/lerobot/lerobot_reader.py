@@ -147,7 +147,7 @@ class LerobotReader(FileSource):
         return metadata
 
     def _describe(self, info: Info, index: Index) -> list[Feature]:
-        """Return all features. Shape and dtype of a column feature are those of the first row."""
+        """Describe all columns and cameras as features. Shapes and dtypes are read from a row."""
         first = next((runs[0] for runs in index.runs.values()), None)
         columns: dict[str, Any] = {}
         row: dict[str, Any] = {}
@@ -275,7 +275,7 @@ class LerobotReader(FileSource):
         self.problem(message, kind=kind)
 
     def _with_unit(self, feature: Feature, description: Mapping[str, Any]) -> Feature:
-        """Return a depth feature with a unit. Without a described unit, the dtype determines it."""
+        """Set the unit of a depth feature. If no unit is described, the dtype determines the unit."""
         is_depth_image = feature.kind == "image" and len(feature.shape) == 2
         is_depth = feature.depth is not None or is_depth_image
         if not is_depth or feature.unit:
@@ -661,7 +661,7 @@ def _picture_bytes(value: Any) -> bytes | None:
 
 
 def _place(name: str, part: Feature) -> dict[str, Any]:
-    """Describe where a named part is: name of its field, and [start, stop] of its elements.
+    """Describe the position of a named part: name of the field, and [start, stop] in its vectors.
 
     The key "columns" is None for a part that is the whole field.
     """

@@ -1,8 +1,8 @@
 """Writer of LeRobot datasets of versions 3.0 and 2.1.
 
 Each episode is written to a separate data file, also in version 3, so that a killed writer loses at
-most one episode. Until `close`, the description of the dataset has the key `is_unfinished`. An
-unfinished dataset can be opened; it has the episodes written so far.
+most one episode. Until `close`, `meta/info.json` has the key `is_unfinished`. An unfinished dataset
+can be opened, and has the episodes written so far.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class LerobotWriter(ForeignWriter):
         return ids
 
     def _summary_of(self, number: int) -> dict[str, Any]:
-        """Return the summary of an episode from the cache or from its data file."""
+        """Return the summary (id, task, statistics) of an episode from the cache or its file."""
         if number in self._summaries:
             return self._summaries[number]
         pyarrow, parquet = arrow()

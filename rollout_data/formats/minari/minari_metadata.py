@@ -71,7 +71,7 @@ class Description:
 
 
 def _subspaces(space: Any) -> dict[str, Any]:
-    """Return the spaces in a space by their names. Spaces of a tuple are "_index_<number>"."""
+    """Map names to the parts of a composite space. Parts of a tuple are named "_index_<number>"."""
     subspaces = space.get("subspaces") if isinstance(space, dict) else None
     if isinstance(subspaces, list):
         return {f"_index_{number}": part for number, part in enumerate(subspaces)}
@@ -91,7 +91,7 @@ def read_description(
     folder: Path,
     attributes: Mapping[str, Any] | None = None,
 ) -> Description:
-    """Read `metadata.json`, if it exists.
+    """Read the description of a dataset from `metadata.json`, if the file exists.
 
     Args:
         root: The opened path.

@@ -42,7 +42,7 @@ _MAX_TOPICS = 4096
 _MAX_MESSAGE_BYTES = 1 << 24
 #: Maximum average number of decompressed bytes per byte of a file.
 _MAX_EXPANSION = 256
-#: Decompressed bytes that a file of any size may have.
+#: Number of decompressed bytes that is allowed even for a small file.
 _FREE_BYTES = 1 << 26
 #: Bytes of the header of a message record.
 _MESSAGE_HEAD_BYTES = 22

@@ -99,7 +99,9 @@ def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
 
 
 def features(data: memoryview, start: int, stop: int) -> dict[str, FeatureValues]:
-    """Map the names of the features in the `Example` in `data[start:stop]` to their values.
+    """Map the feature names of a `tf.train.Example` to the locations of the values.
+
+    The message is `data[start:stop]`.
 
     Raises:
         ValueError: The bytes are not an `Example`.

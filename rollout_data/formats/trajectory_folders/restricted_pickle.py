@@ -191,7 +191,10 @@ class _Machine:
         return items
 
     def find(self, module_and_name: str) -> Global:
-        """Return the allowed global with this name, such as "numpy dtype" for `numpy.dtype`."""
+        """Return the global that a pickle names, or raise an error if it is not allowed.
+
+        The name consists of module and name, such as "numpy dtype" for `numpy.dtype`.
+        """
         module, _, name = module_and_name.partition(" ")
         full = f"{module}.{name}"
         if not _NAME.fullmatch(full):

@@ -216,7 +216,7 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
 def join_chunks(
     folder: Path, chunks: Sequence[TrajectoryChunk]
 ) -> tuple[list[TrajectoryChunk], list[DataFileError]]:
-    """Return the chunks that cover the frames from 0 on without gaps, and errors for the others.
+    """Select the chunks that cover the frames from 0 on without gaps; return errors for the others.
 
     The name of a chunk file states its first frame and its end. If several chunks have the same
     first frame, the newest is kept, because a resumed collector writes the same frames again. The

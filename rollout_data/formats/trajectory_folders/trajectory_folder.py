@@ -100,7 +100,7 @@ class FolderScan:
 
     Attributes:
         data_dir: Data folder.
-        schema: Fields as users see them; empty if nothing could be read.
+        schema: Fields of the dataset; empty if nothing could be read.
         metadata: Content of metadata.json, unknown keys included; {} if missing or half-written.
         chunk_paths: Chunk files with used frames. Fragments refer to them by position.
         fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.

@@ -1,8 +1,8 @@
 """Writer of trajectory folders: files `trajectory_K/traj_START_END.pickle` and `metadata.json`.
 
-The files can be read by the original reader of this format. It reads every file in a trajectory
-folder, so chunks are written outside of the folder and renamed. It orders trajectories by the
-modification times of their folders, so these times are set in the order of the episodes.
+The files can be read by the original reader of this format. The original reader reads every file in
+a trajectory folder, so chunks are written outside of the folder and renamed. It orders trajectories
+by the modification times of their folders, so the times are set in the order of the episodes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _KEYS = {
     "privileged_observation": "privileged_observations",
     "action": "actions",
 }
-#: Only codec of this layout: values that are multiples of 1/255, stored as uint8.
+#: The only codec of this format: values that are multiples of 1/255, stored as uint8.
 _COUNTS = "normalized_image"
-#: Seconds between the modification times of consecutive folders.
+#: Seconds between the modification times of consecutive folders. Readers sort folders by them.
 _STEP_S = 1
 
 
