@@ -313,8 +313,8 @@ class RemoteBuffer:
         of the shard.
         """
         rows = [0 if link.last_ack is None else link.last_ack.num_rows for link in self._links]
-        # A shard may contain rows that its last acknowledgement does not count: unanswered pushes
-        # of this client, or pushes of other clients.
+        # The last acknowledgement of a shard does not count unanswered pushes of this client, and
+        # later pushes of other clients.
         if not all(rows):
             self.flush()
             rows = self._num_rows()

@@ -19,8 +19,8 @@ from .step_pairs import StepPairs
 
 #: Field that marks steps after which an environment was reset without an end flag.
 _CUT = "cut"
-#: Field with the number of each step. The difference between the first and the last step of a
-#: transition is the number of summed rewards.
+#: Field with the number of each step.
+#: The difference of two such numbers is the number of rewards between the steps.
 _STEP = "step"
 _OBSERVATIONS = "observations"
 _CRITIC = "critic_observations"

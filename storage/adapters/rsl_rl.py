@@ -214,8 +214,8 @@ class RslRlStorage(RolloutStorage):
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
         if self.compat:
-            # Call torch exactly as rsl_rl does, to draw equal permutations. The result depends on
-            # the dtype and the number of rows.
+            # Call torch exactly as rsl_rl does, to draw equal permutations.
+            # The result depends on the dtype and the number of rows.
             return sent(
                 torch.randperm(num_used, generator=self.rng, device=self.rng.device), self.device
             )

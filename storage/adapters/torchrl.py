@@ -22,8 +22,8 @@ from ..prioritized.prioritized_windows import PrioritizedWindows
 from ..replay.dict_buffer import DictBuffer
 from .step_pairs import StepPairs
 
-#: Names, without parent levels, of rewards and flags. All other fields that exist both in the root
-#: and below `next` are observations.
+#: Names of rewards and flags, without parent levels.
+#: All other fields that exist both in the root and below `next` are observations.
 _OF_STEP = ("reward", "done", "terminated", "truncated")
 #: Flags to set in a step after which the environment was reset without an end flag.
 _CUT_NAMES = ("truncated", "done")

@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-#: Kinds of numpy dtypes that are loaded. Structured dtypes are refused, because they could describe
-#: memory outside of the array.
+#: Kinds of numpy dtypes that are loaded.
+#: Structured dtypes are refused, because they could describe memory outside of the array.
 _KINDS = "biufcSUmMO"
 #: Types whose values torch loads without conditions.
 _PLAIN = (
@@ -43,16 +43,15 @@ _PLAIN = (
     torch.device,
     torch.layout,
 )
-#: Integers of this size or more are refused. pickle encodes very large integers in a form that
-#: torch does not load.
+#: Integers of this size or more are refused.
+#: pickle encodes very large integers in a form that torch does not load.
 _MOST_INT = 1 << 2000
 #: Function by which pickle protocol 2 refers to a class that is defined within another class.
 _GETATTR = "builtins.getattr"
-#: Character that ends each name in a pickle. A name with this character can therefore not occur in
-#: a file.
+#: Character that ends each name in a pickle. No name in a file can contain this character.
 _NO_NAME = "\n"
-#: Lock of torch's list of allowed names, which is global to the process. It is held while the list
-#: contains names of this module.
+#: Lock of torch's list of allowed names, which is global to the process.
+#: The lock is held while the list contains names of this module.
 _loading = threading.Lock()
 
 
@@ -192,8 +191,8 @@ def _member(enum_class: type[enum.Enum], value: Any) -> enum.Enum:
         name for base in _classes_of_program(enum_class) for name in vars(base)
     }
     if is_flag and type(value) is int:
-        # A combination of several flags is not a member. Calling the enum is safe here, because it
-        # has no `_missing_` of its own.
+        # A combination of several flags is not a member.
+        # Calling the enum is safe here, because it has no `_missing_` of its own.
         return enum_class(value)
     raise pickle.UnpicklingError(
         f"{enum_class.__module__}.{enum_class.__qualname__} has no member with the value {value!r}"
@@ -240,8 +239,8 @@ def _scalar(dtype: Any, value: Any) -> Any:
     return np.frombuffer(value, dtype)[0]
 
 
-#: Functions that are called instead of the always allowed global names. numpy 1 and 2 use different
-#: names for the same functions.
+#: Functions that are called instead of the global names that are always allowed.
+#: numpy 1 and 2 use different names for the same functions.
 _FIXED_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "builtins.bytes": _no_bytes,
@@ -251,8 +250,8 @@ _FIXED_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
 _DTYPE_CLASSES: set[type] = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUmMO"}
-#: Classes whose objects a file may fill, but which it must not call. torch fills only objects of
-#: allowed classes. These classes are therefore allowed under names that no file can contain.
+#: Classes whose objects a file may fill, but which a file must not call.
+#: torch fills only objects of allowed classes. No file can contain the names in this list.
 _BUILT: list[tuple[Any, str]] = [
     (kind, f"{kind.__name__}{_NO_NAME}") for kind in {np.ndarray, *_DTYPE_CLASSES}
 ]

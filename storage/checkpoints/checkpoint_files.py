@@ -36,8 +36,8 @@ SUFFIX = ".lz4"
 #: Name of the zip member that contains the metadata of the user.
 META_NAME = "archive/meta.json"
 _ZIP_MAGIC = b"PK\x03\x04"
-#: Header of a zip member. Its last two numbers are the lengths of the name and the extra field,
-#: which precede the content.
+#: Header of a zip member, with the lengths of the name and of the extra field at its end.
+#: The name and the extra field precede the content.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
 #: Errors that damaged pickles cause, in addition to `UnpicklingError` and errors of torch.
@@ -78,8 +78,8 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
         if level is None and meta is not None:
             with zipfile.ZipFile(new, "a") as archive:
                 archive.writestr(META_NAME, meta)
-        # Loading compares the times of two files of a checkpoint. Times that the file system sets
-        # are too coarse to order two saves in quick succession.
+        # Loading compares the times of two files of a checkpoint.
+        # Times that the file system sets are too coarse to order two saves in quick succession.
         now_ns = time.time_ns()
         os.utime(new, ns=(now_ns, now_ns))
 

@@ -80,8 +80,8 @@ class AsyncCheckpointSaver(Owned):
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._worker = Worker("checkpoints", max_pending=max_queue_size)
         self._owner = self._worker.owner
-        #: Checkpoints that are not written yet, oldest first: the future, and a list that contains
-        #: the copy. The list is cleared when the copy is written or dropped, to free its memory.
+        #: Unwritten checkpoints, oldest first: the future, and a list that contains the copy.
+        #: The list is cleared when the copy is written or dropped, to free its memory.
         self._waiting: list[tuple[Future[Path], list[Any]]] = []
         self._is_closed = False
         #: Lock held while a call waits for room in the queue and copies its checkpoint.
@@ -258,8 +258,8 @@ def _finish_open_savers() -> None:
         raise failure
 
 
-# When Python calls this function at exit, it has already waited for the threads of pools. All
-# accepted checkpoints are then written, and the function raises the error of a failed save.
+# Python waits for the threads of pools before it calls this function, so that all accepted
+# checkpoints are written. The function raises the error of a failed save.
 atexit.register(_finish_open_savers)
 
 
@@ -297,8 +297,7 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
         parameters. Strides are kept unless they leave gaps. Other leaves are copied by
         `copy.deepcopy`, which may raise its own errors.
     """
-    # For an object whose `id` is in its memo, `deepcopy` returns the object in the memo. The memo
-    # contains the copied tensors.
+    # The second argument maps the `id` of a tensor to its copy, which `deepcopy` then uses.
     return copy.deepcopy(obj, dict[int, Any](_copy_tensors(_find_tensors(obj), pool)))
 
 
@@ -358,8 +357,8 @@ def _copy_tensors(tensors: Mapping[int, torch.Tensor], pool: BufferPool) -> dict
         if span.is_on_cuda:
             target = torch.empty(span.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
-            # Slice the array, so that the storage of the tensor has the size of the slice. A slice
-            # of a tensor would have the storage of the whole buffer.
+            # Slice the array, so that the storage of the tensor has the size of the slice.
+            # A slice of a tensor would have the storage of the whole buffer.
             target = torch.from_numpy(buffer[start : start + span.num_bytes])
             start += span.room
         copies |= _copy_span(span, target)

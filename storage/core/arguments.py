@@ -24,8 +24,8 @@ import torch
 from ..errors import UsageError, nearest
 
 Choice = TypeVar("Choice")
-#: Start of a URL. A scheme has at least two letters, so that "C:/data" is a path. Known schemes may
-#: be followed by a single "/", because pathlib merges "//".
+#: Start of a URL. A scheme has at least two letters, so that "C:/data" is a path.
+#: Known schemes may be followed by a single "/", because pathlib merges "//".
 _URL = re.compile(
     r"[A-Za-z][A-Za-z0-9+.:-]+://|([a-z]+::)*(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/"
 )

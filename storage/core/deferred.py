@@ -54,8 +54,8 @@ class DeferredErrors:
     """
 
     def __init__(self) -> None:
-        #: Checks that have not run, oldest first: the copy of the numbers, and a function that maps
-        #: the copied numbers to the error to raise, or to None.
+        #: Checks that have not run, oldest first: the copied numbers, and a function that returns
+        #: the error to raise for these numbers, or None.
         self._copies: deque[tuple[HostCopy, Callable[[Any], Exception | None]]] = deque()
 
     @property

@@ -20,8 +20,8 @@ import torch
 
 from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
 
-#: Dtypes of fields by name: the torch dtype, and a numpy dtype for the same bytes. numpy has no
-#: bfloat16, so its bytes are stored as little-endian uint16.
+#: Dtypes of fields by name: the torch dtype, and a numpy dtype for the same bytes.
+#: numpy does not have bfloat16, whose bytes are therefore stored as little-endian uint16.
 DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "bool": (torch.bool, np.dtype("bool")),
     "uint8": (torch.uint8, np.dtype("u1")),
@@ -37,11 +37,10 @@ DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "float32": (torch.float32, np.dtype("<f4")),
     "float64": (torch.float64, np.dtype("<f8")),
 }
-#: Maximum number of dimensions of a field. HDF5 supports 32, and the axes of rows and lanes take
-#: two.
+#: Maximum number of axes of a field. HDF5 supports 32, including the axes of rows and lanes.
 MAX_DIMENSIONS = 30
-#: Maximum number of fields of a schema. A recorded file supports only about a quarter as many,
-#: since the description of the fields has a limited size.
+#: Maximum number of fields of a schema.
+#: A recorded file supports about a quarter, since its description of the fields is limited.
 MAX_FIELDS = 4096
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 REAL_DTYPES = frozenset(torch_dtype for torch_dtype, _ in DTYPES.values())

@@ -16,8 +16,8 @@ from ..errors import UsageError
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 #: Error numbers of a folder in which no file can be created.
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-#: Descriptors of the locked files of this process. A forked child closes its copies, because a lock
-#: lasts until the last copy of its descriptor is closed.
+#: Descriptors of the locked files of this process.
+#: A forked child closes its copies, because a lock lasts until all copies are closed.
 _held: set[int] = set()
 _forks_are_watched = False
 
@@ -54,8 +54,8 @@ def only_writer_of(target: Path) -> Iterator[None]:
     finally:
         if descriptor in _held:  # A forked child has already closed its copy.
             _held.discard(descriptor)
-            # Remove the file before its lock is released. A process that locks a removed file
-            # detects this and retries.
+            # Remove the file before its lock is released.
+            # A process that locks a removed file detects this and retries.
             if path is not None:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)

@@ -72,8 +72,8 @@ def _references(buffers: Sequence[object]) -> list[int]:
     return list(map(sys.getrefcount, buffers))
 
 
-#: Reference count of a free buffer, to which only the list of the pool refers. It is measured,
-#: because it depends on the version of Python.
+#: Reference count of a free buffer, to which only the list of the pool refers.
+#: The count is measured, because it depends on the version of Python.
 _FREE_REFERENCES = _references([object()])[0]
 
 
@@ -188,8 +188,8 @@ def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
         except OSError:  # The kernel has no huge pages. Ordinary pages are only slower.
             pass
     start = -np.frombuffer(mapped, dtype=np.uint8).ctypes.data % page
-    # Use `offset` instead of slicing the array. Slices of a sliced array would refer to the first
-    # array, but the pool counts the references to the result.
+    # Use `offset` instead of a slice. Slices of the result must refer to the result, whose
+    # references the pool counts.
     return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
 
 
@@ -292,8 +292,8 @@ class PackedCopy:
             self._num_bytes = -(-stop // _PART_BYTES) * _PART_BYTES
         self._block = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
         self._block_parts = self._cut(self._block)
-        #: Pinned buffers, the least recently used first: the memory, its views for each tensor, and
-        #: an event that marks the end of the last copy.
+        #: Pinned buffers, the least recently used first: memory, its views for each tensor, and
+        #: the event at the end of its last copy.
         self._buffers: deque[tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event]] = deque()
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -354,8 +354,8 @@ class StreamOrder:
         self.is_needed = device.type == "cuda"
         self.reads = _StreamAccess(self, is_write=False)
         self.writes = _StreamAccess(self, is_write=True)
-        #: Event after the last write, by the id of the writing stream. A stream does not wait for
-        #: its own events, since its work runs in order.
+        #: Event after the last write, by the id of the writing stream.
+        #: A stream does not wait for its own events, since its work runs in order.
         self._written: dict[int, torch.cuda.Event] = {}
         #: Event after the last read of each stream since the last write, by the id of the stream.
         self._read: dict[int, torch.cuda.Event] = {}

@@ -85,8 +85,8 @@ def _pack(fields: list[Field]) -> Group:
     for field in ordered:
         parts.append(Part(field, start, start + field.row_bytes))
         start += field.row_bytes
-    # Rows are aligned to their largest item. Rows of 32 bytes or more are also aligned to 4 bytes,
-    # so that they are copied in units of 4 bytes.
+    # Rows are aligned to their largest item. Rows of 32 bytes or more are aligned to at least
+    # 4 bytes, so that they are copied in units of 4 bytes.
     step = max(largest, 4 if start >= 32 else 1)
     num_bytes = max(-(-start // step), 1) * step
     unit = torch.float32 if num_bytes % 4 == 0 else torch.uint8

@@ -20,8 +20,8 @@ from . import arguments
 
 #: Maximum number of rows for which torch's draws from 32 random bits are uniform enough.
 _MAX_SHORT = 1 << 20
-#: Low bits that a draw from more rows appends to each number and then drops. The numbers are then
-#: from more than 2 ** 32 choices, for which every version of torch uses 64 random bits.
+#: Low bits that are appended to each number in a draw from more rows, and dropped at the end.
+#: For the larger numbers, above 2 ** 32, every version of torch uses 64 random bits.
 _MORE_BITS = 12
 #: Random bits per weighted draw, and maximum bits of the sum of integer weights.
 RANDOM_BITS = 62
@@ -46,8 +46,8 @@ class _SeedSource:
     def next_seed(self) -> int:
         """Return a seed for a new object. torch's default generator is read, not advanced."""
         initial_seed = torch.initial_seed() if self._initial_seed is None else self._initial_seed
-        # `next` of a `count` is atomic, so that threads get different numbers without a lock. A
-        # forked process would inherit a lock in its locked state.
+        # `next` of a `count` is atomic, so that threads get different numbers without a lock.
+        # A forked process could inherit a lock in its locked state.
         number = next(self._numbers.setdefault(initial_seed, count()))
         for other in [seed for seed in self._numbers if seed != initial_seed]:
             self._numbers.pop(other, None)
@@ -235,9 +235,9 @@ class Weighted:
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor:
         """Draw indices, `[num_draws]` int64."""
         points = scaled(random_bits(num_draws, generator), self._total)
-        # `_ends` are the sums of the weights up to each index. `right=True` returns the first index
-        # whose end is above the point. An index of weight 0 has the end of the index before it and
-        # is therefore never returned.
+        # `_ends` are the sums of the weights up to and including each index.
+        # `right=True` returns the first index whose sum is above the point. The sum of an index of
+        # weight 0 equals the sum of the index before it, so that this index is never returned.
         return torch.searchsorted(self._ends, points, right=True)
 
 
@@ -250,8 +250,8 @@ def distinct(num_rows: int, num_draws: int, generator: torch.Generator) -> torch
         return torch.randperm(num_rows, generator=generator, device=generator.device)[:num_draws]
     drawn = uniform(num_rows, num_draws, generator)
     while True:
-        # Keep the first occurrence of each index, in the order of the draws. The kept indices are
-        # still a uniform sample, because all draws are equally likely.
+        # Keep the first occurrence of each index, in the order of the draws.
+        # The kept indices are still a uniform sample, because all draws are equally likely.
         values, inverse = torch.unique(drawn, return_inverse=True)
         if len(values) == num_draws:
             return drawn

@@ -24,17 +24,19 @@ from .memory import as_given
 
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
 Key = str | tuple[str, ...]
-#: Dtypes that `fit` accepts for a leaf. "exact": only the field's dtype. "safe": dtypes that torch
-#: casts to the field's dtype. "in range": the same dtypes as "safe", but each number must be in the
-#: range of the field's dtype. "floating": any floating dtype, with the same condition. "flag": any
-#: dtype of real numbers, or bool.
+#: Names of the dtypes that are accepted for a leaf:
+#: "exact": only the dtype of the field.
+#: "safe": dtypes that torch casts to the dtype of the field.
+#: "in range": the dtypes of "safe", but each number must be in the range of the field's dtype.
+#: "floating": any floating dtype, but each number must be in the range of the field's dtype.
+#: "flag": bool, or any dtype of real numbers.
 Cast = Literal["exact", "safe", "in range", "floating", "flag"]
 COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "complex64": (torch.complex64, np.dtype("<c8")),
     "complex128": (torch.complex128, np.dtype("<c16")),
 }
-#: Maximum bytes of a record that is read as numpy arrays. torch copies larger records faster, with
-#: several threads.
+#: Maximum bytes of a record that is read as numpy arrays.
+#: torch copies larger records faster, with several threads.
 _MAX_FORM_BYTES = 4 * 1024 * 1024
 
 
@@ -175,8 +177,8 @@ def dense(value: torch.Tensor, subject: str) -> torch.Tensor:
         else:
             form = f"a tensor of layout {value.layout}"
         raise FieldTypeError(f"{subject} must be a dense tensor, got {form}.")
-    # torch conjugates and negates lazily: the memory keeps the original numbers, and a flag of
-    # the tensor marks the pending operation. Compute it, since callers copy the memory.
+    # torch conjugates and negates lazily, by a flag of the tensor.
+    # Compute the numbers, since callers copy only the memory.
     resolved: torch.Tensor = value.detach().resolve_conj().resolve_neg()
     return resolved
 
@@ -355,17 +357,17 @@ class RecordReader:
         self.auto_unsqueeze = auto_unsqueeze
         self.narrow = narrow
         self.schema: Schema | None = None
-        #: Mappings in the last checked record, the record itself first: (index of the parent, key
-        #: in the parent, type, number of keys).
+        #: Mappings in the last checked record. The first item is the record itself.
+        #: Items: (index of the parent mapping, key in the parent, type, number of keys).
         self._nodes: list[tuple[int, str, Any, int]] = []
-        #: Leaves of the last checked record, in the order of the schema. Empty if numpy cannot read
-        #: all leaves.
+        #: Leaves of the last checked record, in the order of the schema.
+        #: The list is empty if numpy cannot read all leaves.
         self._leaves: list[_Leaf] = []
         #: Whether an item of `_leaves` has another dtype than its field.
         self._is_converted = False
-        #: Leaves of the last checked record as tensors: (index of the mapping, key, type, dtype,
-        #: event shape, field's shape). Empty unless all leaves are tensors on one device in the
-        #: dtypes of their fields.
+        #: Leaves of the last checked record as tensors:
+        #: (index of the mapping, key, type, dtype, event shape, shape of the field).
+        #: The list is empty unless all leaves are tensors on one device in the fields' dtypes.
         self._tensor_leaves: list[
             tuple[int, str, type[torch.Tensor], torch.dtype, tuple[int, ...], tuple[int, ...]]
         ] = []
@@ -374,8 +376,8 @@ class RecordReader:
         #: The expected shape begins with `_tensor_lead`, the leading sizes of the last record.
         self._tensor_shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._tensor_lead: tuple[int, ...] = ()
-        #: For each item of `_leaves`: expected shape of the array, and its shape in the result. The
-        #: expected shape begins with the leading sizes of the last record.
+        #: For each item of `_leaves`: expected shape of the array, and its shape in the result.
+        #: The expected shape begins with the leading sizes of the last record.
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def renewed(self, num_lanes: int | None = None) -> RecordReader:

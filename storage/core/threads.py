@@ -28,8 +28,7 @@ _Arguments = ParamSpec("_Arguments")
 MIN_BYTES = 1 << 20
 #: Minimum bytes of work per piece, since threads wait for the interpreter lock between pieces.
 _MIN_PIECE_BYTES = 1 << 14
-#: Parts per thread. With several parts, a thread that starts late delays the result only a little,
-#: because the other threads process more parts.
+#: Parts per thread. If a thread starts late, the other threads process some of its parts.
 _NUM_PARTS = 4
 
 
@@ -163,8 +162,7 @@ class Worker:
         try:
             if self._pool is None:
                 pool = ThreadPoolExecutor(1, self.name)
-                # Start the thread with an empty job, so that a Ctrl-C during the start loses no
-                # job.
+                # Start the thread with an empty job. A Ctrl-C during the start then loses no job.
                 pool.submit(int).result()
                 self._pool = pool
             future = self._pool.submit(self._run, job, *arguments, **options)
@@ -214,8 +212,7 @@ class Worker:
         """
         pending = self._pending()
         self._is_closed = True
-        # `shutdown` waits too, but after a Ctrl-C during its wait it would assume that the thread
-        # has ended.
+        # A Ctrl-C during the wait of `shutdown` would make it assume that the thread has ended.
         wait(pending)
         if self._pool is not None:
             self._pool.shutdown()

@@ -140,8 +140,8 @@ class TickMonitor(Monitor):
     Means are over items, not over ticks.
     """
 
-    #: Quantities: `time` in seconds, `size` in items, `use` in draws per item, `priority`, and
-    #: `staleness` in learner iterations.
+    #: Recorded quantities: `time` is in seconds, `size` in items, `use` in draws per item, and
+    #: `staleness` in iterations of the learner.
     FIELDS: tuple[str, ...] = ("time", "size", "use", "priority", "staleness")
 
     def __init__(self, window: int = 100) -> None:

@@ -31,8 +31,7 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
     mappings become dicts. A mapping with a method `to`, such as a `TensorDict`, is moved by this
     method.
     """
-    # Copies to the CPU are synchronous, since the host could read the result of an asynchronous
-    # copy too early.
+    # Copies to the CPU are synchronous, since the host could read their result too early.
     is_async = device.type != "cpu"
     if isinstance(item, torch.Tensor):
         if device.type == "cuda" and item.device.type == "cpu" and pin:
@@ -142,8 +141,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
                 self._current.worker.owner.check()
                 raise RuntimeError("Another iteration over this collector is open. Close it first.")
             if self._current is not None:
-                # Wait for the thread of the earlier iteration, so that no two threads iterate over
-                # the collector at the same time.
+                # Wait for the earlier thread, so that no two threads iterate over the collector.
                 self._current.stop()
             self._current = _Producer(self)
             return PrefetchedItems(self, self._current)

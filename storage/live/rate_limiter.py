@@ -63,8 +63,8 @@ class RateLimiter:
             timeout_s = real("timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
         self.timeout_s = timeout_s
         self.num_inserted = self.num_sampled = 0
-        #: Numbers of items in the largest draw and in the largest insertion so far. They determine
-        #: the minimum of `tolerance`.
+        #: Numbers of items in the largest draw and in the largest insertion so far.
+        #: These two numbers determine the minimum of `tolerance`.
         self._largest = [1, 1]
         self._is_closed = False
         self._changed = threading.Condition()

@@ -55,19 +55,19 @@ class RemoteOptions:
     batches_per_reply: int = 1
     #: Whether samples are copies. Otherwise large samples are read-only shared memory.
     copy: bool = False
-    #: Maximum number of unanswered pushes and updates of a client per shard. Draws wait longer if
-    #: the number is high.
+    #: Maximum number of unanswered pushes and updates of a client per shard.
+    #: Draws wait longer if this number is high.
     max_pending: int = 1
-    #: Folder of checkpoints, on a file system that all machines share. If the folder contains
-    #: checkpoints, each shard loads its own. None: no checkpoints.
+    #: Folder of checkpoints, on a file system that all machines share. None: no checkpoints.
+    #: If the folder already contains checkpoints, each shard loads its own.
     checkpoint_dir: str | None = None
-    #: Maximum bytes that a client has pushed to a shard since its last checkpoint. A push beyond
-    #: this limit saves a checkpoint first.
+    #: Maximum bytes that a client has pushed to a shard since its last checkpoint.
+    #: A push beyond this limit saves a checkpoint first.
     max_unsaved_bytes: int = 256 << 20
     #: Arguments of the `RateLimiter` that each shard creates. It counts rows.
     rate_limiter: Mapping[str, Any] | None = None
-    #: Maximum difference between the learner's policy version (`set_version`) and the version of a
-    #: drawn row. None for no limit.
+    #: Maximum difference between the learner's policy version and that of a drawn row.
+    #: `set_version` sets the version of the learner. None: no limit.
     max_staleness: int | None = None
     #: Field with the policy version of each row, an integer. `max_staleness` needs this field.
     version_key: str = "policy_version"
@@ -169,8 +169,8 @@ class Shard:
             )
             if folder is not None and (Path(folder) / _STATE).exists():
                 self._read(folder)
-        # Store the error, so that each later call raises it. If the constructor raised it, the
-        # actor would end, and Ray would report only the text of the error.
+        # Store the error, so that each later call raises it. Ray would end the actor after an
+        # error of the constructor, and report only the text of the error.
         except Exception as error:  # noqa: BLE001
             self._failure = error
 

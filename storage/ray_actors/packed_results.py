@@ -21,18 +21,19 @@ from ..core.records import COMPLEX_DTYPES, dense
 #: Overlapping tensors are sent as one memory range if they fill at least this share of the range.
 #: Otherwise each tensor is copied and sent separately.
 _LEAST_SHARE = 0.5
-#: Alignment of buffers in bytes: the size of the largest item, complex128. The start of a memory
-#: range is rounded down to a multiple, which stays inside of the allocation.
+#: Alignment of buffers in bytes: the size of the largest item, complex128.
+#: The start of a memory range is rounded down to a multiple, which stays in the allocation.
 _ALIGNMENT = 16
 _DTYPES = DTYPES | COMPLEX_DTYPES
 _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 
 
-#: Position of a tensor: (number of the buffer, first byte, name of the dtype, shape, strides in
-#: bytes, whether the leaf was an array). Ray pickles a tuple in half the time of a named tuple.
+#: Position of a tensor:
+#: (number of the buffer, first byte, dtype, shape, strides in bytes, whether it was an array).
+#: Ray pickles a tuple in half the time of a named tuple.
 Place = tuple[int, int, str, tuple[int, ...], tuple[int, ...], bool]
-#: Packed result: buffers of uint8, the positions of the tensors in these buffers, and the nested
-#: result with `...` instead of each tensor. Positions are in the order of the nested result.
+#: Packed result: (buffers of uint8, positions of the tensors, nested result without tensors).
+#: In the nested result, `...` marks each tensor. Positions are in the order of these marks.
 Packed = tuple[list[npt.NDArray[np.uint8]], list[Place], Any]
 
 

@@ -45,8 +45,8 @@ class Link:
         self._options = options
         self._has_checkpoints = options.checkpoint_dir is not None
         self.last_ack: Ack | None = None
-        #: Pushes that may have to be sent again, by number, oldest first: (method of the shard,
-        #: reference to the content of the push, bytes of the content).
+        #: Pushes that may have to be sent again, by number, oldest first:
+        #: (method of the shard, reference to the content of the push, bytes of the content).
         self._kept: dict[int, tuple[str, Any, int]] = {}
         #: Total bytes of the pushes in `_kept`.
         self._kept_bytes = 0
@@ -193,8 +193,8 @@ class Link:
         self._pending.popleft()
         self._note(ack, resumes=ack.due <= number)
         if error is not None:
-            # The shard has counted the failed push. After a restart, an empty push with its number
-            # is sent instead, so that the later numbers stay right.
+            # The shard has counted the failed push. After a restart, send an empty push of the
+            # same number, so that the numbers of later pushes stay correct.
             if number in self._kept:
                 self._kept[number] = "push", ("", None), self._kept[number][2]
             raise error

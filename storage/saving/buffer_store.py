@@ -279,8 +279,8 @@ def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
                 f"a key of field {name!r} contains the separator {separator!r}. Pass another "
                 "nested_key_separator."
             )
-        # HDF5 ends a name at a null character and reads "." as the group itself. Lone surrogates
-        # cannot be encoded.
+        # HDF5 ends a name at a null character and reads "." as the group itself.
+        # Lone surrogates cannot be encoded in UTF-8.
         if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
             raise SchemaError(
                 f"field {name!r} would have the name {key!r} in the file. A name must be valid "

@@ -38,8 +38,7 @@ from .hdf5_files import (
 
 #: Bytes per chunk of rows. While one chunk is written or used, the next chunk is filled.
 CHUNK_BYTES = 8 << 20
-#: Number of threads that prefetch chunks. More than one is useful, because computing checksums
-#: takes as long as reading.
+#: Number of threads that prefetch chunks. Computing checksums takes as long as reading.
 _NUM_READERS = 4
 #: Bytes between flushes in the background. A single flush at the end takes a third longer.
 _FLUSH_BYTES = 128 << 20

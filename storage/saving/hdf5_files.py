@@ -34,11 +34,11 @@ from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
 
 #: First bytes of a global heap, the block of a file that contains texts of attributes.
 _MAGIC = b"GCOL"
-#: Bytes of the header of a global heap, and of the header of each object in it. The header of an
-#: object has an index (2 bytes), a count (2), unused bytes (4) and the size of the object (8).
+#: Bytes of the header of a global heap, and of the header of each object in it.
+#: Header of an object: index (2 bytes), count (2), unused bytes (4), size of the object (8).
 _HEAD_BYTES = 16
-#: Size limit of a global heap in bytes, since checking many objects takes time. The block files of
-#: this project have one heap with at most 128 KiB of text.
+#: Size limit of a global heap in bytes, since checking many objects takes time.
+#: The block files of this project have one heap with at most 128 KiB of text.
 MAX_HEAP_BYTES = 1 << 20
 #: Upper bound for the number of bytes that DEFLATE unpacks from one byte.
 _MAX_EXPANSION = 1100
@@ -54,8 +54,8 @@ _CONTINUATION = 16
 _ATTRIBUTE_INFO = 21
 #: Maximum number of parts to read from a header, and of blocks from a fractal heap.
 _MAX_PARTS = 256
-#: Byte ranges in the header of a fractal heap: number of columns in the table of blocks, size of
-#: the first blocks, bits per offset, offset of the first block or table, rows of the table.
+#: Byte ranges in the header of a fractal heap: columns of the table of blocks, size of the first
+#: blocks, bits per offset, offset of the first block or of the table, rows of the table.
 _HEAP_FIELDS = (110, 112), (112, 120), (128, 130), (132, 140), (140, 142)
 #: Errors that h5py raises for damaged files.
 _DAMAGE = (
@@ -206,8 +206,8 @@ def reported(where: str) -> Iterator[None]:
     try:
         yield
     except _DAMAGE as cause:
-        # A damaged file may cause EINVAL, by a negative offset. Other errors of the operating
-        # system, such as a missing file, do not mean damage.
+        # A negative offset in a damaged file causes EINVAL.
+        # Other errors of the operating system, such as a missing file, do not mean damage.
         is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)
         if isinstance(cause, RolloutDataError) or is_of_system:
             raise

@@ -96,8 +96,7 @@ class Store(Shown, ABC):
             store has its own `StreamOrder`, that of the store is for the CPU and does nothing.
     """
 
-    #: Whether the tensors of the state have the full size of the memory of the store, including
-    #: rows that were never written.
+    #: Whether saves contain the whole memory of the store, including unwritten rows.
     _is_saved_whole: ClassVar[bool] = False
     device: torch.device
     rng: torch.Generator
