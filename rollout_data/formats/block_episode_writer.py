@@ -147,7 +147,7 @@ class OwnWriter(ForeignWriter):
     def _present_episodes(self) -> set[str]:
         """Remove blocks with only a part of an episode, and return the ids of complete episodes.
 
-        The result includes episodes that were dropped by edit blocks.
+        Episodes that a user later dropped with edit blocks count as complete.
 
         Raises:
             UsageError: The folder has trajectories that this conversion did not write.

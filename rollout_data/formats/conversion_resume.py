@@ -71,7 +71,7 @@ def check_same_note(
 ) -> None:
     """Compare the conversion record in a target with the record of a new conversion.
 
-    Rows are not read. The recording may have additional episodes at its end.
+    Only descriptions are compared, not rows. The recording may have gained episodes at its end.
 
     Args:
         there: Conversion record in the target.

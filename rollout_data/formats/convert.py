@@ -223,7 +223,7 @@ def _check_earlier(
     """Check that an existing target was converted from this source with these options.
 
     `plan` is the record of the new conversion. Its options are replaced by the options in the
-    earlier record, which have equal effects.
+    earlier record, which lead to the same target.
 
     Raises:
         UsageError: The source or an option differs. The error states the first difference.
@@ -306,7 +306,7 @@ def _add_episode(writer: ForeignWriter, episode: Episode) -> DataFileError | Non
 def errors_of_target(path: Path) -> Iterator[None]:
     """Convert errors of writing into a `TargetError`. Also usable as a decorator.
 
-    Errors about the source and about arguments are not converted.
+    Errors about the source and about arguments keep their types.
     """
     try:
         yield

@@ -1,6 +1,7 @@
 """Read and write encoded pictures with pillow: PNG, JPEG, and uncompressed TIFF for depth maps.
 
-The size in the header is compared with the expected shape before pixels are decoded.
+The size in the header is compared with the expected shape before pixels are decoded, so that a
+damaged header cannot fill the memory.
 """
 
 from __future__ import annotations

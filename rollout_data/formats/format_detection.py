@@ -247,7 +247,7 @@ def is_humenv(path: Path) -> bool:
 def humenv_files(path: Path) -> dict[str, Path]:
     """Map the names of HumEnv files, without extension, to their paths.
 
-    The key is "" if `path` is an episode file.
+    If `path` is a HumEnv file itself, its name is "".
 
     Raises:
         DataFileError: A listed file is missing, or outside the folder of the list.

@@ -651,7 +651,7 @@ def _numbers(array: Any, shape: tuple[int, ...], where: str) -> Array:
 def _as_numpy(array: Any) -> Array:
     """Return the values of an Arrow array without nulls, mostly as a view.
 
-    `to_numpy` would import pandas if that is installed: 0.8 s and 60 MB.
+    Arrow's method `to_numpy` would import pandas if installed, which takes 0.8 s and 60 MB.
     """
     type_name = str(array.type)
     _, data = array.buffers() if array.type.num_buffers == 2 else (None, None)

@@ -282,8 +282,8 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
 def check_count(file: BinaryIO, num_members: int) -> None:
     """Raise `BadZipFile` if a zip file states another number of members than `num_members`.
 
-    `zipfile` silently skips an entry of the directory if the entry before it has a damaged length
-    that covers it.
+    A member can be missing without an error of `zipfile`: if an entry of the zip directory has a
+    damaged length, the next entry is skipped.
 
     Args:
         file: The zip file.
@@ -345,7 +345,7 @@ def _describe(
 def member_begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
     """Return the offset of the content of a zip member, after its local header.
 
-    The directory at the end of the zip file does not state the length of this header.
+    The directory at the end of a zip file does not state the lengths of local headers.
 
     Raises:
         BadZipFile: The local header is damaged, or has a name other than in the directory.

@@ -160,7 +160,7 @@ class Store:
 def _check_member(member: zipfile.ZipInfo, data: bytes) -> None:
     """Raise `BadZipFile` if the content of a member has a wrong checksum.
 
-    `data` is not checked if it is only a part of the content.
+    A part of the content is not checked, because the checksum covers the whole content.
     """
     if len(data) != member.file_size:
         return
@@ -343,7 +343,7 @@ def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
 def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, ZarrArray]:
     """Find the arrays of a store by name. Rows are not read yet.
 
-    `leave_out` is called with the name of each array of texts and each array without axes.
+    Arrays of texts and arrays without axes are left out. `leave_out` is called with their names.
 
     Raises:
         CorruptFileError: A description is damaged, or declares more data than the store has.

@@ -1,8 +1,8 @@
 """Reader of ring buffers that BFM-Zero saves.
 
-`buffer.hdf5` has flat datasets. `config.json` has the position of the next write. Dataset names and
-the number of written rows are interpreted as in `load_buffer`. Rows are returned in the order of
-writing. Classes named in the configuration are never imported.
+`buffer.hdf5` has flat datasets. `config.json` has the position of the next write. Rows are returned
+in the order of writing. Classes named in the configuration are never imported. `load_buffer`, which
+loads such files into memory, uses the same rules for dataset names and the number of written rows.
 """
 
 from __future__ import annotations

@@ -118,9 +118,9 @@ class D4rlReader(FlatReader):
 def _with_source_end(info: EpisodeInfo, names: Any) -> EpisodeInfo:
     """Restore the end of an episode whose end flags were filled by a conversion.
 
-    A conversion writes a timeout at the end of each episode without termination, to separate it
-    from the next episode. If `names` contains "timeouts", the source stated no timeout. The end is
-    then unknown if `names` also contains "terminals", and open otherwise.
+    A conversion writes a timeout at the end of each episode without termination, to separate the
+    episode from the next episode. It notes the flags that it filled: only "timeouts" if the source
+    has an open end, "timeouts" and "terminals" if the end is unknown.
 
     Args:
         info: Description of the episode.

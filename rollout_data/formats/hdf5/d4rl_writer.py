@@ -88,8 +88,8 @@ class D4rlWriter(Hdf5Writer):
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
         """Return the names of the fields and flags that are missing from an episode.
 
-        The flag `timeouts` counts as missing if the source states no timeout. The writer then sets
-        it only to separate the episode from the next episode.
+        The flag `timeouts` counts as missing if the source states no timeout. The written timeout
+        then only separates the episode from the next episode.
         """
         flags: tuple[str, ...] = ()
         if has_open_end(episode):
@@ -101,7 +101,8 @@ class D4rlWriter(Hdf5Writer):
     def _read_name(self, name: str) -> str:
         """Return the name under which the reader of this format returns a field.
 
-        Parts of an observation or action that are written to one dataset keep their names.
+        If the parts of an observation or action are joined in one dataset, their names are returned
+        unchanged.
         """
         head = name.partition("/")[0]
         if head not in _DATASETS:

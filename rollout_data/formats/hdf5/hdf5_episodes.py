@@ -333,7 +333,7 @@ class Hdf5Reader(FileSource):
         """Return the length and the layout of an episode.
 
         The layout of the first episodes is read from their datasets. Later episodes with the same
-        names get the same layout, and are checked at their first read.
+        dataset names get the same layout, and are checked at their first read.
         """
         names = self._names(file, node)
         num_checked = len(file.checked) * len(names)

@@ -310,7 +310,7 @@ def _make_group(file: h5py.File, name: str) -> None:
 def _final_writes(header: SparseFile) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and the final bytes of each range written to a file in memory.
 
-    A range has other final bytes than it was written with if a later write overlaps.
+    If later writes overlap a range, its final bytes differ from the bytes that were written first.
     """
     ends = [offset + len(data) for offset, data in header.writes]
     content = bytearray(max(ends, default=header.size))

@@ -132,7 +132,7 @@ class Index:
     def _attempt(self, step: Callable[[], None], kind: str = "counts") -> bool:
         """Call `step` and return whether it succeeded.
 
-        If the index may be rebuilt, a `DataFileError` is added to the problems instead of raised.
+        If the index may be rebuilt, a `DataFileError` is added to `problems`, not raised.
 
         Args:
             step: Function without arguments.

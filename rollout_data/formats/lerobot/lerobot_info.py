@@ -326,8 +326,8 @@ def _unit(info: Mapping[str, Any]) -> str:
 def picture_shape(description: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the declared shape `[H, W, C]` of a picture; None if no such shape is declared.
 
-    The order of the axes is determined by their names, or else by the axis of size 1, 3 or 4, which
-    is the channel.
+    The names of the axes determine their order. Without names, an axis of size 1, 3 or 4 is the
+    channel axis.
     """
     shape = _shape(description.get("shape"))
     names = description.get("names")

@@ -1,8 +1,8 @@
 """Language columns of LeRobot datasets: their Arrow types as plain values, their values as JSON.
 
 A language column contains nested lists and structs, such as the messages of a dialogue. Recordings
-have these values as JSON texts. The described type is stored in the metadata of the recording, so
-that the texts can be written as the same Arrow type again.
+have the values of such a column as JSON texts. The description of the Arrow type is stored in the
+metadata of the recording, so that a writer can restore the column.
 """
 
 from __future__ import annotations

@@ -290,8 +290,8 @@ class LerobotReader(FileSource):
     def _read_components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
         """Read the named parts of state, action and cameras from `meta/modality.json`.
 
-        The features of annotations in `features` get the kind "annotation", so that their numbers
-        are read as texts.
+        Annotation columns contain numbers of texts. Their features get the kind "annotation", so
+        that the texts are read instead of the numbers.
 
         Returns:
             A dict that maps each group ("state", "action", "video") to a dict of the features of

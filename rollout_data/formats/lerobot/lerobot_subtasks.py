@@ -92,8 +92,8 @@ def with_pairs(subtasks: Mapping[int, str], pairs: Iterable[tuple[int, str]]) ->
 def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Array) -> Array:
     """Return the subtask number of each text.
 
-    A recorded number is kept if the table maps the number to the text. The recorded number of an
-    empty text, such as -1, is kept too if the table does not have the number.
+    A recorded number is kept if the table maps the number to the text. A recorded number without a
+    text, such as -1, is also kept if the table does not have the number.
 
     Args:
         subtasks: Maps numbers to texts.

@@ -331,7 +331,8 @@ class LerobotWriter(ForeignWriter):
     def _chosen_subtasks(self) -> dict[int, str]:
         """Map numbers to the texts of all subtasks.
 
-        The table in the metadata comes first. Texts that occur only in episodes are added.
+        Subtasks in the metadata of the recording come first. Texts that only episodes have are
+        added.
         """
         table = stated_subtasks(self.metadata)
         if not self._has_subtask_texts:
@@ -355,8 +356,8 @@ class LerobotWriter(ForeignWriter):
     def _flag(self, episode: EpisodeToWrite, name: str) -> bool | None:
         """Return the value of a flag in the last row of an episode; None if it is unknown.
 
-        If the episode has the flag as a field, the result is True: the flag is known. The value is
-        not read here, because `_scalars` writes the field.
+        If the episode has the flag as a field, the result is True, which only states that the flag
+        is known. The recorded field is written instead of the result.
         """
         if name in episode.schema:
             return True
@@ -689,7 +690,7 @@ class LerobotWriter(ForeignWriter):
     def _as_recorded(self, episode: EpisodeToWrite, name: str, values: Array) -> Array:
         """Return the recorded values of a column if they agree with the computed `values`.
 
-        Otherwise `values` are returned, and the replacement is reported.
+        If recorded values differ, `values` are returned, and the change is reported.
         """
         if name == TASK or name not in episode.schema:
             return values
@@ -939,8 +940,8 @@ class LerobotWriter(ForeignWriter):
     def _entry_3(self, number: int) -> dict[str, Any]:
         """Return the entry of an episode in the index of version 3.
 
-        The entry contains the statistics of the episode. lerobot merges these if only some
-        episodes of a dataset are loaded.
+        The entry contains the statistics of the episode. If only some episodes of a dataset are
+        loaded, lerobot merges their statistics.
         """
         summary = self._summary_of(number)
         entry = _entry(number, summary)

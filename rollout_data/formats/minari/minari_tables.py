@@ -127,7 +127,7 @@ class TableReader(FileSource):
     def _leaves_of(self, file: Any) -> dict[str, TableLeaf]:
         """Map field names to the columns, or nested parts of columns, that contain the fields.
 
-        Files with the same columns share the result.
+        The result is cached for files with the same columns.
         """
         key = tuple((name, str(arrow_type)) for name, arrow_type in file.types.items())
         if key not in self._leaves:

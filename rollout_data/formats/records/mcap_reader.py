@@ -211,7 +211,7 @@ class McapReader(FileSource):
     def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
         """Divide the topics of a file into topics that become fields, and metadata.
 
-        Topics with only texts become metadata. Metadata records of the file are added to these.
+        Topics with only texts become metadata, as do the metadata records of the file.
 
         Returns:
             A dict that maps topic names to the values in their messages; and the metadata.

@@ -1,7 +1,7 @@
 """Globals (classes and functions) that a pickle may name, and safe replacements of their calls.
 
-No replacement calls numpy. Each replacement compares sizes with the bytes of the file, and returns
-a description of the array or dtype. `restricted_pickle.py` executes the operations of the pickle.
+A replacement does not create an array. It compares sizes with the bytes of the file, and returns a
+description of the array or dtype. `restricted_pickle.py` executes the operations of the pickle.
 """
 
 from __future__ import annotations

@@ -473,7 +473,8 @@ def _repairs(chunks: Iterable[TrajectoryChunk]) -> list[DataFileError]:
 def _in_order(joined: list[JoinedFolder]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
     """Concatenate the chunks and fragments of all folders, in the order of modification times.
 
-    Trajectories are renumbered in this order. `end_time_ns` becomes strictly increasing.
+    Trajectories are renumbered in the order of the folders. `end_time_ns` becomes strictly
+    increasing.
 
     Returns:
         The chunk files, the fragments, and the position of each fragment's chunk among the files.
