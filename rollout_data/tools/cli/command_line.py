@@ -333,7 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, (RolloutDataError, OSError)):
             raise
-        # `str(error)` begins with a Python function. The user called the command `prog` instead.
+        # `str(error)` names the Python function that failed. The user typed a command instead, so
+        # print the message alone.
         text = error.message if isinstance(error, RolloutDataError) else str(error)
         code = _print_error(prog, text, 2 if isinstance(error, UsageError) else 1)
     with suppress(OSError):

@@ -22,10 +22,9 @@ def keep(options: argparse.Namespace) -> Answer:
 
 
 def _leave_out(options: argparse.Namespace, call: Callable[..., int]) -> Answer:
-    """Run `drop` or `keep`.
+    """Run the command `drop` or `keep`: drop trajectories, or restore them with `--undo`.
 
-    With `--undo`, the chosen trajectories are restored instead. `call` is the function of the
-    library: `edits.drop` or `edits.keep`.
+    `call` is the library function of the command: `edits.drop` or `edits.keep`.
     """
     ids = _chosen_ids(options)
     if options.undo:

@@ -68,8 +68,8 @@ def save_gif(
 ) -> int:
     """Write the images of an episode as a GIF. Returns the number of written frames.
 
-    Of a long episode, only every n-th frame is written, and shown n times as long. Arguments and
-    errors are those of `save_mp4`.
+    All images of a GIF are in memory at once. To limit memory, only every n-th frame of a long
+    episode is written, and shown n times as long. For arguments and errors, see `save_mp4`.
     """
     image_module = optional("PIL.Image", "pillow", "formats", "pictures")
     name = _picture_field(episode, field)

@@ -137,9 +137,10 @@ def _describe_blocks(data_dir: str) -> dict[str, Any]:
 
 
 def _coded_fields(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Return facts about each field that is stored with a codec, over the blocks at `paths`.
+    """Return the compression of each encoded field in the block files `paths`.
 
-    They are the names of its codecs, its bytes with and without codec, and its largest error.
+    It consists of the names of the codecs, the number of bytes before and after encoding, and the
+    largest error of a value.
     """
     fields: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -219,7 +220,7 @@ def _codec_text(codec: str, coded: Mapping[str, Any] | None) -> str:
 
     Args:
         codec: Name of the codec in the schema.
-        coded: Entry of the field in `_coded_fields`; None if no block has the field with a codec.
+        coded: Result of `_coded_fields` for the field; None if no block has the field encoded.
     """
     text = "" if codec == "raw" else f"  {codec}"
     if not coded:

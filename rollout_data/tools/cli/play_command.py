@@ -49,9 +49,10 @@ def play(
     """Return a drawing of an episode as text, with one line per curve.
 
     Args:
-        source: As in `describe_episode`.
-        episode: As in `describe_episode`.
-        fields: As in `describe_episode`.
+        source: A path of any format, or a `Recording`.
+        episode: Id or position of the episode; None means the first episode.
+        fields: Names of fields or groups of fields. Without names, the first 12 dimensions of every
+            field are drawn.
         width: Line width in characters.
         bars: Bar characters from low to high, such as `BARS` or `ASCII_BARS`.
 
@@ -96,7 +97,7 @@ def describe_episode(
 
     Args:
         source: A path of any format, or a `Recording`.
-        episode: As in `chosen_episode`.
+        episode: Id or position of the episode; None means the first episode.
         fields: Names of fields or groups of fields. Without names, the first 12 dimensions of every
             field are returned. An image field has one curve, with the mean of the first image of
             each part.
@@ -161,7 +162,7 @@ def _curves(
 ) -> list[dict[str, Any]]:
     """Return the curves of a field, one for each of its first `max_dimensions` dimensions.
 
-    None means all dimensions. An image field has a single curve.
+    If `max_dimensions` is None, all dimensions have a curve. An image field has a single curve.
     """
     shape = episode.schema[name].shape
     bounds = _bounds(episode.length, num_values)

@@ -16,8 +16,8 @@ from storage.errors import UsageError
 from ...sources.episode_table import COLUMNS
 from ...sources.recordings.recording import Recording
 
-#: Function of each sign. It takes the value in the condition, then the value of an episode. So the
-#: condition `length<20` calls `gt(20, length)`.
+#: Map from each comparison sign to the function that compares. The first argument of the function is
+#: the value in the condition, so the condition `length<20` is computed as `gt(20, length)`.
 _SIGNS = {
     "==": operator.eq, "!=": operator.ne, "<=": operator.ge, ">=": operator.le,
     "=": operator.eq, "<": operator.gt, ">": operator.lt,
@@ -69,7 +69,7 @@ def _column_value(name: str, text: str) -> Any:
         UsageError: The text is not a possible value of the column.
     """
     if name not in COLUMNS:
-        return text  # `Recording.filter` raises the error, with a list of columns.
+        return text  # `Recording.filter` raises the error, which lists the existing columns.
     try:
         if name == "success":
             return _SUCCESS[text.lower()]

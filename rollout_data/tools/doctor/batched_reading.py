@@ -80,15 +80,12 @@ class Batch:
         return self._steps[name]
 
     def episode_of(self, rows: Array) -> tuple[Array, Array]:
-        """Return a pair of arrays: the episode index and the frame number of each of `rows`.
-
-        `rows` are row indices in the batch.
-        """
+        """Map row indices in the batch to episode indices and frame numbers, two arrays."""
         index = self.index_of(rows)
         return self.numbers[index], self.starts[index] + rows - self.offsets[index]
 
     def index_of(self, rows: Array) -> Array:
-        """Return an index into `numbers` for each of `rows`: the episode that has this row."""
+        """Map row indices in the batch to positions of their episodes in `numbers`."""
         index: Array = np.searchsorted(self.offsets, rows, side="right") - 1
         return index
 

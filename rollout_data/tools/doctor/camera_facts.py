@@ -75,8 +75,8 @@ class Camera:
 
         Args:
             batch: Batch that has the field.
-            moves: Function of a range of rows, start and stop. Returns whether the action changes
-                in these rows.
+            moves: Function that takes a range of rows, start and stop. Returns whether the action
+                changes in these rows.
         """
         frames = batch.values[self.name]
         pixels = frames.reshape(len(frames), -1)
@@ -104,7 +104,10 @@ class Camera:
         is_continued: bool,
         moves: Callable[[int, int], bool],
     ) -> None:
-        """Update `hold`, the longest run of repeated frames while the action changes.
+        """Find runs of repeated frames during which the action changes.
+
+        In such a run, the camera probably is frozen. `hold` is set to the length of the longest run
+        of the episode.
 
         Args:
             number: Index of the episode.
@@ -112,7 +115,8 @@ class Camera:
                 previous frame.
             first_row: First row of the episode in the batch.
             is_continued: Whether the episode has rows in the previous batch.
-            moves: As in `add`.
+            moves: Function that takes a range of rows, start and stop. Returns whether the action
+                changes in these rows.
         """
         length_before, moved_before = self._open_runs.pop(number, (0, False))
         for begin, end in runs_of(is_repeat):
@@ -130,9 +134,10 @@ class Camera:
                 self._open_runs[number] = (length, is_moving)
 
     def _add_brightness(self, number: int, frames: Array, pixels: Array, overlap: int) -> None:
-        """Count the black frames of an episode, except the first `overlap` frames.
+        """Count the black frames of an episode in a batch.
 
-        For speed, all pixels of a frame are tested only if its compared pixels are black.
+        The first `overlap` frames are skipped, because the previous batch has counted them. For
+        speed, all pixels of a frame are tested only if its compared pixels are black.
         """
         limit = _BLACK * self._white(number, frames.dtype)
         candidates = np.flatnonzero(pixels[overlap:].max(1) < limit) + overlap
@@ -167,10 +172,10 @@ class Camera:
         self.grid[number] += cells.mean((2, 4)).sum(0).reshape(GRID * GRID, -1)
 
     def _oriented(self, frames: Array, is_other: bool) -> Array:
-        """Return frames as `[n, H, W, C]`.
+        """Convert stored frames to images with the channels last, `[n, H, W, C]`.
 
-        With `is_other`, the stored bytes are read in the other layout than the schema declares:
-        channels first instead of channels last, or the reverse.
+        The schema declares whether the stored channels are the first or the last axis. With
+        `is_other`, the opposite is assumed.
         """
         is_channel_first = self.is_first != is_other
         shape = (self.channels, *self.size) if is_channel_first else (*self.size, self.channels)
@@ -178,7 +183,7 @@ class Camera:
         return np.moveaxis(pictures, 1, -1) if is_channel_first else pictures
 
     def mean(self, sums: Array) -> Array:
-        """Return the mean over examined frames for an attribute that is a sum, `[E, ...]`."""
+        """Divide sums over the examined frames, `[E, ...]`, by the number of these frames."""
         counts = np.maximum(1, self.num_examined)
         means: Array = sums / counts.reshape(-1, *[1] * (sums.ndim - 1))
         return means
@@ -231,7 +236,7 @@ class Cameras(Collector):
                 self.is_unlike[pair] = not np.array_equal(first, second)
 
     def _moved(self, batch: Batch, start: int, stop: int) -> Iterator[bool]:
-        """Yield whether the action changes in the rows `start:stop`, one bool per action field."""
+        """Yield for each action field whether it changes in the rows `start:stop`."""
         for name, least in self._least.items():
             if name in batch.values:
                 with np.errstate(invalid="ignore", over="ignore"):

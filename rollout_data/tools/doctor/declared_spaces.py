@@ -30,7 +30,10 @@ def boxes(metadata: Mapping[str, Any], group: str) -> Iterator[tuple[str, Mappin
 
 
 def _boxes_of(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield pairs (field name, description) for the box spaces in a space with the name `name`."""
+    """Yield pairs (field name, description) for each box space in a possibly nested space.
+
+    A nested space in the space `name` describes the field "name/key".
+    """
     if isinstance(space, str):
         try:
             space = json.loads(space)

@@ -76,7 +76,7 @@ class BoundaryRows:
         self.finals = np.stack(finals).astype(self.first.dtype)
 
     def jumps(self, rows: Array, later_rows: Array) -> Array:
-        """Return bool `[K]`: whether the two rows of each of K pairs differ by more than a step."""
+        """Return bool `[K]`: whether two rows differ more than successive rows usually do."""
         return jumps(rows, later_rows, self.steps)
 
     def resets(self) -> list[tuple[int, int]]:
@@ -122,10 +122,10 @@ def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
 
 
 def jumps(rows: Array, later_rows: Array, steps: Array) -> Array:
-    """Return bool `[K]`: whether the two rows of each of K pairs differ by more than a step.
+    """Return bool `[K]`: whether two rows differ more than successive rows usually do.
 
-    Two rows differ so if the difference exceeds `steps` in 1/6 of the dimensions, and in 2 or more.
-    If more than half of the pairs differ so, the result is True for all pairs.
+    This is a jump. In a jump, the difference exceeds `steps` in 1/6 of the dimensions, and in 2 or
+    more. If more than half of the K pairs are jumps, the result is True for all pairs.
 
     Args:
         rows: `[K, D]`, first row of each pair.
@@ -141,7 +141,9 @@ def jumps(rows: Array, later_rows: Array, steps: Array) -> Array:
 
 @dataclass(frozen=True)
 class _JumpLimits:
-    """Limits of normal steps in a field, and the distribution of its first frames.
+    """Statistics of one field, by which jumps and returns to the start are detected.
+
+    A step is the difference of two successive rows.
 
     Attributes:
         name: Name of the field.
@@ -210,7 +212,8 @@ class Jumps(Collector):
         has_fields = all(limits.name in batch.values for limits in self._limits)
         if self.num_dims < MIN_JUMP_DIMS or not has_fields:
             return
-        # Number of dimensions with a rare step, and with an unusual step, into each row.
+        # For each row, the number of dimensions whose step from the previous row exceeds the limit
+        # `rare`, and the number of dimensions whose step exceeds the limit `usual`.
         num_far = np.zeros(len(batch), np.int32)
         num_moved = np.zeros(len(batch), np.int32)
         for limits in self._limits:
@@ -248,9 +251,10 @@ class Jumps(Collector):
             self.jumps.append(Jump(int(number), int(frame), float(share)))
 
     def _num_single_steps(self, batch: Batch, rows: Array) -> Array:
-        """Return int64 `[n]`: the number of dimensions with a single large step into each row.
+        """Count the dimensions that jump at each of `rows`, but not just before or after: `[n]`.
 
-        A step is single if it is unusual, and 2.5 times larger than the steps before and after it.
+        In such a dimension, the step from the previous row is larger than usual, and 2.5 times
+        larger than the steps before and after it.
         """
         count = np.zeros(len(rows), np.int64)
         last_row = len(batch) - 1
@@ -263,7 +267,7 @@ class Jumps(Collector):
         return count
 
     def _distance_to_start(self, batch: Batch, rows: Array) -> Array:
-        """Return how far rows are from a typical first frame of an episode: `[D, n]`.
+        """Compute the distance of rows to a typical first frame of an episode: `[D, n]`.
 
         The unit is the standard deviation of first frames in each dimension.
         """
@@ -314,7 +318,7 @@ def _jump_limits(
     steps: Array,
     first: Array,
 ) -> _JumpLimits:
-    """Compute the limits of normal steps, and the distribution of first frames.
+    """Compute the statistics of a field by which jumps and returns to the start are detected.
 
     Args:
         name: Name of the field.
@@ -345,7 +349,7 @@ class Successors(Collector):
         wrong: Map from field to int64 `[E]`: the number of frames in each episode whose stored next
             observation differs from the observation in the following row. Last frames do not count.
         same: Map from field to the number of wrong next observations that equal the observation in
-            their own row. Then the whole field is shifted by one row.
+            their own row. If nearly all do, the whole field is shifted by one row.
     """
 
     def __init__(self, scan: Any) -> None:

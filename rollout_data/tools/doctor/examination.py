@@ -42,8 +42,8 @@ from .rule_table import FAILED, RULES
 from .rules.change_scripts import change_script
 from .scan import Scan
 
-#: Error numbers of the operating system if it does not open a path at all. These errors are raised
-#: and not reported as a finding.
+#: Error numbers of the operating system if it refuses to open a path. The doctor raises such an
+#: error. It is no finding, because it does not show that the recording is defective.
 _REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
 
 
@@ -91,7 +91,7 @@ def doctor(
 
 
 def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings]) -> Diagnosis:
-    """Run rules on a scan.
+    """Run rules on a scan, and collect their findings in a diagnosis.
 
     Args:
         scan: Scan of the recording, which has the collectors of all `rules`.
@@ -105,7 +105,7 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
         try:
             defects, reason = _check(rule, scan, settings)
             if rule.problems:
-                # After the check, because the check may read data and find further problems.
+                # A check may read data. Errors of reading are known only after the check.
                 defects += scan.files.defects(*rule.problems)
             findings += _findings(rule, defects, scan, settings)
             if reason and not defects:
@@ -119,7 +119,7 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
 
 
 def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], str]:
-    """Run one rule.
+    """Run the check function of a rule.
 
     Returns:
         The defects, and the reason why the rule cannot be applied. The reason is "" if the rule
@@ -142,7 +142,7 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
     if isinstance(path, Recording):
         return path, None
     with warnings.catch_warnings():
-        # The problems in these warnings become findings.
+        # Findings report the same problems as the warnings.
         warnings.simplefilter("ignore", RolloutDataWarning)
         try:
             return open_source("path", path), None
@@ -151,7 +151,7 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
         except (DataFileError, OSError) as error:
             if isinstance(error, UsageError) or _is_refused(error, path):
                 raise
-            # Formats without an index do not have this option, and raise an error.
+            # Formats without an index do not support `on_bad_index`, and raise an error.
             with suppress(RolloutDataError, OSError):
                 return open(path, on_bad_index="rebuild"), None
             if isinstance(error, RolloutDataError):
@@ -160,7 +160,10 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
 
 
 def _is_refused(error: Exception, path: DataDir) -> bool:
-    """Return whether an error means that the operating system does not open a path at all."""
+    """Return whether the operating system refused to open the path, for example by permissions.
+
+    Such an error does not show that the recording is defective.
+    """
     reason: BaseException | None = error
     if isinstance(error, DataFileError) and not os.path.isfile(str(path)):
         reason = error.__cause__

@@ -21,8 +21,8 @@ _SAMPLE_BYTES = 8 << 20
 _PIECE_FRAMES = 512
 #: Approximate number of rows of the sample from which quantiles are computed.
 _QUANTILE_ROWS = 10_000
-#: Maximum number of values in the tables of a field. Larger recordings have only every k-th episode
-#: in the tables.
+#: Maximum number of values in a table with one row per episode. For larger recordings, a table has
+#: only every k-th episode.
 _MAX_CELLS = 6_000_000
 #: Approximate maximum number of stored values per field that are far from the median.
 _MAX_FAR = 100_000
@@ -86,7 +86,7 @@ class Sample:
         read: Callable[[Batch, str], Array],
         leave_out: Array | None = None,
     ) -> Array:
-        """Return every k-th row of a field in a batch.
+        """Subsample the rows of a field in a batch: return every k-th row, `[D, n]`.
 
         Rows that the previous batch also has, and rows in `leave_out`, are removed first.
         """
@@ -219,7 +219,10 @@ class Facts:
         self.num_bad[batch.numbers] += np.add.reduceat(is_bad.sum(0), batch.offsets[:-1])
 
     def _add_scale(self, batch: Batch, columns: Array) -> None:
-        """Compute `scale` of each episode that begins in a batch, from about 16 of its rows."""
+        """Compute the typical size of the values in each episode that begins in a batch.
+
+        The result is stored in `scale`. For speed, only about 16 rows of an episode are used.
+        """
         counts = np.diff(batch.offsets)
         parts = np.repeat(np.arange(len(counts)), counts)
         row_in_episode = np.arange(len(batch)) - batch.offsets[parts]
@@ -232,7 +235,7 @@ class Facts:
             self.scale[batch.numbers[parts]] = np.where(np.isfinite(medians), medians, 0)
 
     def _add_far(self, batch: Batch, columns: Array) -> None:
-        """Add the values of a batch that are far from the median to `far`."""
+        """Store the possible outliers of a batch: values that are far from the median."""
         is_far = (columns < self._far_low[:, None]) | (columns > self._far_high[:, None])
         is_far[:, : batch.overlap] = False
         dims, rows = np.nonzero(is_far & np.isfinite(columns))
@@ -245,9 +248,10 @@ class Facts:
 
     @cached_property
     def far(self) -> Array:
-        """Values whose distance to the median is more than 10 times `spread`, dtype `FAR` `[n]`.
+        """Possible outliers, which are far from the median: dtype `FAR`, `[n]`.
 
-        If there are more than about 100,000 such values, only the first of them are included.
+        Their distance to the median is more than 10 times `spread`. If there are more than about
+        100,000 such values, only the first of them are included.
         """
         return np.concatenate(self._far)
 
@@ -286,9 +290,9 @@ class Facts:
         return _quantile(self.sorted_steps, np.isfinite(self.sorted_steps).sum(1), level)
 
     def usual_step(self, below: float) -> Array:
-        """Return the 99 % quantile of the absolute steps, without steps of `below` or more: `[D]`.
+        """Return the 99 % quantile of the absolute steps that are smaller than `below`: `[D]`.
 
-        So jumps, such as full turns of an angle, do not count as usual steps.
+        Larger steps, such as full turns of an angle, are jumps and do not count as usual steps.
         """
         return _quantile(self.sorted_steps, (self.sorted_steps < below).sum(1), 0.99)
 

@@ -325,7 +325,10 @@ class ExaminedFiles:
 
     @cached_property
     def problems(self) -> Sequence[RolloutDataError]:
-        """Errors and advice from opening the recording, except the errors of blocks in `bad`."""
+        """Errors and advice from opening the recording.
+
+        Errors of unreadable block headers are left out, because `bad` has them.
+        """
         noted = [*self._scan.problems, *self._scan.advice]
         if self.folder is not None:
             noted = [problem for problem in noted if problem.kind not in ("", "header")]

@@ -182,16 +182,16 @@ class Scan:
 
     @cached_property
     def facts(self) -> dict[str, Facts]:
-        """Facts about each numeric field, by name. Runs the pass if it has not run."""
+        """Facts about each numeric field, by name. Reads all data, if no earlier call has."""
         self._pass  # noqa: B018
         return self.sample_facts
 
     @cached_property
     def sample_facts(self) -> dict[str, Facts]:
-        """Facts about each numeric field, by name, without running the pass.
+        """Facts about each numeric field, by name, which are computed from sampled rows.
 
-        Before the pass, only facts that depend on the sample are valid, such as quantiles.
-        Collectors use these facts, because they are created before the pass.
+        Only facts such as quantiles are valid before all data are read. Collectors use these facts,
+        because they are created earlier.
         """
         reading = self._reading(self.numeric)
         return {name: Facts(reading, name, self.examined, self.sample) for name in self.numeric}
@@ -214,10 +214,12 @@ class Scan:
         return result
 
     def collected(self, cls: type[CollectorType]) -> CollectorType:
-        """Return the collector of class `cls` with its result. Runs the pass if it has not run.
+        """Return the collector of class `cls` with its result.
+
+        Reads all data, if no earlier call has.
 
         Raises:
-            Exception: Any error that the collector raised during the pass.
+            Exception: Any error that the collector raised while the data were read.
         """
         self._pass  # noqa: B018
         if cls in self._collector_errors:
@@ -228,9 +230,9 @@ class Scan:
 
     @cached_property
     def _pass(self) -> None:
-        """Read all data once, and pass each batch to all facts and collectors.
+        """Read all data once, and give each batch to all facts and collectors.
 
-        If a collector raises an error, the pass continues without this collector.
+        If a collector raises an error, reading continues without this collector.
         """
         if not len(self.examined):
             raise Inapplicable("there are no episodes")
@@ -276,7 +278,7 @@ class Scan:
             self._collector_errors[cls] = error
 
     def read(self, number: int, name: str, start: int = 0, stop: int | None = None) -> Array:
-        """Read a field of one episode a second time, after the pass: `[T, D]`."""
+        """Read a field of one episode, flattened to `[T, D]`, for a rule that needs single frames."""
         values = np.asarray(self.recording[number].read(name, start, stop))
         return values.reshape(len(values), -1)
 

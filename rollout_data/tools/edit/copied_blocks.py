@@ -113,7 +113,7 @@ def intact_part(path: Path) -> tuple[BlockContent | None, int]:
 
 
 def _tombstone(part: CopiedFragment) -> CopiedFragment:
-    """Return a fragment without rows that drops the trajectory of `part` by the flag `DROPPED`."""
+    """Build a fragment without rows whose flag `DROPPED` makes readers skip a trajectory."""
     fragment = part.fragment.copy()
     fragment["flags"] = DROPPED
     fragment["length"] = 0
@@ -270,7 +270,7 @@ def write_packed(
         num_frames += length
         num_frames_in_block += length
 
-    codecs: dict[str, str] = {}  # Writing the first block adds its codecs. Later blocks use them.
+    codecs: dict[str, str] = {}  # Filled by the first block, so that all blocks have its codecs.
     bar = tqdm(contents, desc="pack", unit=" blocks", disable=not progress)
     for sequence, parts in enumerate(bar):
         content = rebuilt(parts, writer, sequence, codecs)

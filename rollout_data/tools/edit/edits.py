@@ -92,7 +92,10 @@ def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
 
 
 def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
-    """Drop all present trajectories except `ids`; see `drop`. Later trajectories are kept."""
+    """Drop all trajectories in a folder except `ids`, so that every reader skips the others.
+
+    Trajectories that are recorded later are not dropped. `undrop` restores dropped trajectories.
+    """
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         kept = _chosen(index, Edits(), ids)
@@ -102,7 +105,7 @@ def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
 
 
 def _drop(edits: Edits, keys: Iterable[Key]) -> int:
-    """Add `keys` to `edits.dropped`. Returns the number of keys that were not in it."""
+    """Mark trajectories as dropped. Returns the number of them that were not dropped before."""
     num_before = len(edits.dropped)
     edits.dropped |= {*keys}
     return len(edits.dropped) - num_before
@@ -131,7 +134,7 @@ def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: boo
 
 
 def tag(path: str | os.PathLike[str], ids: Ids, /, **notes: Any) -> int:
-    """Add metadata to recorded trajectories, like the argument `episode` of a writer.
+    """Add metadata such as `task` or `success` to recorded trajectories.
 
     A value replaces the recorded value of the same name. None marks a value as unknown. `untag`
     restores the recorded values.
@@ -158,9 +161,10 @@ def tagged(
     *,
     dry_run: bool = False,
 ) -> int:
-    """Add metadata like `tag`, but from a mapping, so that any name is possible.
+    """Add the metadata in the mapping `notes` to recorded trajectories.
 
-    With `dry_run`, the arguments are checked and the trajectories are counted.
+    Other than in `tag`, names of metadata need not be Python identifiers. With `dry_run`, the
+    arguments are checked and the trajectories are counted, but nothing is changed.
     """
     data = json.loads(episode_json(notes))
     reserved = sorted(notes.keys() & {ENDS, ABSENT})
@@ -257,7 +261,7 @@ def publish_edits(folder: BlockFolder, edits: Edits) -> None:
     path = folder.data_dir
     schema = folder.schema
     assert schema is not None
-    for unfinished in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # Left by a crash.
+    for unfinished in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # Temporary files after a crash.
         if named_edit(unfinished.name.removeprefix(TEMPORARY_PREFIX)):
             unfinished.unlink(missing_ok=True)
     old_files = _edit_files(path)
@@ -335,10 +339,10 @@ def _edited(
     change: Callable[[Edits, TrajectoryIndex], int],
     dry_run: bool,
 ) -> int:
-    """Apply `change` to the edits of a folder. Returns the number of changed trajectories.
+    """Change the edits of a folder under its lock. Returns the number of changed trajectories.
 
-    `change` modifies the edits in place and returns this number. The edits are not written if the
-    number is 0, or with `dry_run`.
+    `change` modifies the edits in place and returns the number of changed trajectories. The edits
+    are not written if this number is 0, or with `dry_run`.
     """
     dry_run = arguments.flag("dry_run", dry_run)
     folder = _folder(path)

@@ -347,7 +347,7 @@ def _merge_into(
 
 
 def _linkable(recording: Recording, made: Path) -> _MergedSource | None:
-    """Return a recording as a source whose blocks can be linked; None if it must be converted.
+    """Prepare a recording whose blocks can be linked for a merge; None if it must be converted.
 
     Other formats, remote folders and folders with damaged blocks must be converted.
     """
@@ -395,9 +395,10 @@ def _merged_metadata(
 
 
 def _note_rates(source: _MergedSource, notes: Notes) -> None:
-    """Add the frame rate of each episode of a source to `notes`, except where they have a rate.
+    """Store the frame rate of each episode of a source in its annotations `notes`.
 
-    Otherwise the rate would be lost, because the new metadata have no rate that all sources share.
+    Sources with different frame rates have no common rate in the new metadata, so the rates would
+    be lost. A rate that is already in the annotations is kept.
     """
     rates = _rates_of_episodes(source.recording, _rate_of(source.metadata))
     for (writer, number), rate in rates.items():
@@ -421,7 +422,8 @@ def _first_rate(context: Mapping[str, Any]) -> float | None:
 def _rates_of_episodes(recording: Recording, default: float | None) -> dict[Key, float]:
     """Return the frame rate of each episode in Hz, by trajectory key.
 
-    `default` is the rate of episodes without own rate. If it is None, they are left out.
+    Episodes whose metadata have no frame rate get the rate `default`. If `default` is None, they
+    are left out.
     """
     rates: dict[Key, float] = {}
     for name, episode in zip(recording.ids, recording, strict=True):
@@ -529,10 +531,10 @@ def _blocks_with(folder: BlockFolder, ids: Sequence[str] | None) -> list[Block]:
 
 
 def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool:
-    """Return whether a block that must be copied is damaged.
+    """Return whether any block whose writer is renamed has damaged rows.
 
-    A block is copied if its writer gets another name in the new folder. Copying computes new
-    checksums, so that damaged rows would look intact. `writers` maps old names to new names.
+    Such a block is written again with new checksums, so that its damaged rows would seem intact.
+    `writers` maps old names to new names.
     """
     for block in folder.blocks.values():
         is_renamed = writers.get(block.writer, block.writer) != block.writer
@@ -542,9 +544,9 @@ def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool
 
 
 def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
-    """Map each writer of blocks to a name that it can have in the folder `made`.
+    """Choose for each writer of blocks a name that is free in the folder `made`.
 
-    It keeps its name if possible. Otherwise a number is appended, as in "arm-2".
+    A writer keeps its name if possible. Otherwise a number is appended, as in "arm-2".
     """
     blocks_of: dict[str, list[Block]] = {}
     for block in blocks:
@@ -561,16 +563,16 @@ def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
 
 
 def _can_add(blocks: Sequence[Block], name: str, made: Path) -> bool:
-    """Return whether the blocks of a writer can be added to the folder `made` with a writer name.
+    """Return whether a writer can have the name `name` in the folder `made`.
 
-    They can if no block in the folder has this writer name. If there are such blocks, they must
-    come from the same writer of the same recording. This is so if you merge the parts of a split.
+    It can if no block in the folder has this writer name. If a block has it, it must come from the
+    same writer of the same recording, as in a merge of the parts of a split.
     """
     present = {path.name: path for path in made.glob(f"rollout_{name}_*.h5")}
     shared = [block for block in blocks if block_name(name, block.sequence) in present]
     if present and not shared:
-        # A writer numbers its trajectories from 0. So two writers have common numbers, and two
-        # parts of one writer have none.
+        # Every writer numbers its trajectories from 0. So two writers have trajectories with equal
+        # numbers. If no number is equal, the blocks are from the same writer.
         numbers: set[int] = set()
         for block in blocks:
             numbers.update(block.fragments["trajectory"].tolist())

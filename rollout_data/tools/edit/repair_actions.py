@@ -41,7 +41,8 @@ class EpisodePart:
         id: Name of the part, such as "demo_3/0".
         start, stop: First and stop row of the part in the episode.
         schema: Numeric fields of the part.
-        terminated, truncated: Whether the part ends in this way; None if the end is unknown.
+        terminated: Whether the part ends by a termination; None if its end is unknown.
+        truncated: Whether the part ends by a truncation; None if its end is unknown.
         final_row: Index of the row of the episode that becomes the final observation of the part.
             If it equals the length of the episode, the part has the final observation of the
             episode. None means that the part has no final observation.

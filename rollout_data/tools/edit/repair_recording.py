@@ -272,8 +272,8 @@ class _Plan:
     def _action_for_episodes(self, finding: Finding) -> Action:
         code = finding.code
         if code == "END07" and "END09" in self._codes:
-            # END09 found that the stored next observations are wrong. The reader has taken the final
-            # observations from them, so remove these as the repair of END08 does.
+            # Rule END09 found that the stored next observations are wrong. The reader has derived
+            # the final observations from them. The repair of END08 removes final observations.
             code = "END08"
         rule = EPISODE_REPAIRS[code]
         named: Sequence[int] = finding.places
@@ -370,8 +370,8 @@ def _link_and_write(
     """Link the intact blocks of a folder, and write the repaired episodes to new blocks.
 
     Returns:
-        Whether the folder was written. It was not, and `made` is empty, if the repaired episodes
-        have other fields than the blocks.
+        Whether the folder was written. It stays empty if the repaired episodes have other fields
+        than the blocks, because all blocks of a folder must have the same fields.
 
     Raises:
         DataFileError: A block is damaged, and `repairs_blocks` is False.
@@ -459,7 +459,7 @@ def _write_empty_blocks(
 def _writer_and_sequence(path: Path) -> tuple[str, int]:
     """Return the writer and the sequence number of a block from its header or file name.
 
-    If neither has them, the result is "" and `FIRST_EDIT`, which is no number of a data block.
+    If both are unreadable, returns "" and `FIRST_EDIT`. No data block has this sequence number.
     """
     try:
         header = read_header(path)

@@ -45,8 +45,8 @@ def compress(data: bytes) -> str:
 def pack_rows(values: Array) -> dict[str, Any]:
     """Encode rows of numbers as 16-bit codes, compressed in base64, with the range of each row.
 
-    The codes of a row divide the range from its minimum to its maximum into equal steps. `page.js`
-    needs these two numbers to decode the row. They are rounded to 12 digits.
+    The codes of a row divide the range from its minimum to its maximum into equal steps. The
+    minimum and the maximum are rounded to 12 digits. `page.js` needs both to decode the row.
 
     Args:
         values: `[rows, planes, points]`. A row is a curve of `points` intervals. Its planes are the

@@ -169,9 +169,9 @@ class Closeups:
         return drawing
 
     def _named_columns(self, finding: Mapping[str, Any]) -> list[Column]:
-        """Return the columns of the dimensions that the evidence of a finding names.
+        """Return the dimensions that the evidence of a finding names, to plot them as curves.
 
-        There is at most one for each dash pattern of a plot.
+        Curves of a plot differ by their dash pattern, so there is at most one for each pattern.
         """
         dimensions = dimensions_of(finding)
         columns = []
@@ -181,7 +181,10 @@ class Closeups:
         return columns[: len(_DASHES)]
 
     def _columns_of(self, field: str | None) -> list[Column]:
-        """Return the columns of a field and its components; all columns if `field` is None."""
+        """Return the dimensions of a field and its components, to plot them as curves.
+
+        If `field` is None, all dimensions are returned.
+        """
         if field is None:
             return list(self.columns)
         return [column for column in self.columns if f"{column[0]}/".startswith(f"{field}/")]

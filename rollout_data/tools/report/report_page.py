@@ -304,7 +304,7 @@ class Page:
         return [{"keys": keys, "size": course.bucket_size, "pack": pack}], views
 
     def _curves(self) -> dict[str, Any]:
-        """Return the descriptions of the curves that the page draws for a single episode.
+        """Describe the curves that the page draws for a single episode, as values for `page.js`.
 
         A curve of an action may have a twin: the same dimension of the observation with the same
         name and shape. The page can draw both over each other.
@@ -336,7 +336,10 @@ class Page:
         return {"curves": curves, "episode": episode}
 
     def _twin_of(self, column: Column) -> int | None:
-        """Return the index of the twin of a curve in `columns`; None if it has no twin."""
+        """Find the observation that the page can draw over the curve of an action.
+
+        Returns its index in `columns`; None if no observation has the same name and shape.
+        """
         field, dimension = column
         head, _, rest = field.partition("/")
         twin_field = f"observation/{rest}" if rest else "observation"
@@ -385,9 +388,9 @@ class Page:
         return episodes, self._pictures(episodes, budget)
 
     def _points_of_episodes(self, opened: Sequence[int]) -> dict[int, int]:
-        """Choose the episodes to read.
+        """Choose the episodes that the page shows in detail, and the resolution of their curves.
 
-        Returns the number of points of their curves by episode index, in the order of reading.
+        Returns a map from episode index to the number of points of a curve, in the order of reading.
         """
         worst = self.order[:NUM_WORST]
         random = np.random.default_rng(0).permutation(self.order[NUM_WORST:])[:NUM_RANDOM]
@@ -400,7 +403,9 @@ class Page:
         return num_points
 
     def _pictures(self, episodes: dict[int, Any], budget: int) -> list[dict[str, Any]]:
-        """Add images to episodes until the budget is used. Returns the contact sheet.
+        """Add images to episodes until `budget` bytes are used.
+
+        Returns the contact sheet: for each image field a thumbnail of each episode.
 
         Args:
             episodes: Content of each episode, by episode index. It is changed in place.

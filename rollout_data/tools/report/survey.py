@@ -18,17 +18,18 @@ from ..doctor.batched_reading import Array, Batch
 from ..doctor.scan import Collector, Scan
 from .embedded_data import is_picture
 
-#: Maximum number of buckets.
+#: Maximum number of buckets: parts of a recording with equally many frames. A chart shows the range
+#: of values in each bucket.
 NUM_BUCKETS = 400
-#: Levels of the quantiles of a bucket. Its minimum and maximum are computed too.
+#: Levels of the 5 quantiles that are computed of the values in a bucket, besides minimum and maximum.
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 #: Index of the median among the 7 values of a bucket: minimum, 5 quantiles, maximum.
 MEDIAN = 3
 #: Approximate number of values of a bucket from which its quantiles are computed.
 _NUM_RANKED = 512
-#: A field with more dimensions gets an additional chart with the values of all its dimensions.
+#: If a field has more dimensions, an additional chart shows the values of all its dimensions.
 _MAX_APART = 64
-#: A field with more dimensions gets only this chart, and none for single dimensions.
+#: If a field has more dimensions, no charts of single dimensions are drawn.
 _MAX_COLUMNS = 256
 #: Maximum number of dimensions of a narrow field, such as a reward. Their charts have priority.
 _NARROW = 16
@@ -159,7 +160,10 @@ class Survey:
             self._score(measure, facts.mean[:, dimension], facts.numbers)
 
     def _score(self, measure: str, values: Array, numbers: Array) -> None:
-        """Update `oddness` and `oddest` with the robust z-scores of episodes in one measure.
+        """Compute the robust z-score of each episode in one measure, such as the length.
+
+        If it is the largest z-score of the episode so far, it becomes the outlier score in
+        `oddness`, and the measure is noted in `oddest`.
 
         Args:
             measure: Name of the measure.

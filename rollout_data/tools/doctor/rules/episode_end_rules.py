@@ -240,7 +240,7 @@ def one_row_more(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _share_of_inner_zeros(scan: Scan, name: str) -> float:
-    """Return the fraction of sampled rows that are 0, not counting last rows of episodes."""
+    """Return the fraction of sampled rows that are 0 before the last row of their episode."""
     num_zeros = 0
     num_rows = 0
     for batch in scan.sample.batches:
@@ -255,8 +255,9 @@ def _share_of_inner_zeros(scan: Scan, name: str) -> float:
 def _with_reset_as_final(scan: Scan, settings: Settings) -> Array:
     """Return the episodes whose final observation is the first observation of another episode.
 
-    The result is empty if they are fewer than 2, or fewer than the fraction `settings["resets"]` of
-    the episodes with a final observation.
+    Such an observation probably was recorded after a reset. If only few episodes have one, it may
+    be equal by chance. So the result is empty for fewer than 2 episodes, or for less than the
+    fraction `settings["resets"]` of the episodes with a final observation.
     """
     boundaries = scan.computed(BoundaryRows)
     rows = [row for row, _ in boundaries.resets()]

@@ -239,11 +239,11 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _have_plain_relation(label: str, is_success: Array, is_positive: Array) -> bool:
-    """Return whether a plain rule relates success and other evidence, so that neither is wrong.
+    """Return whether success and other evidence differ by convention and not by mistake.
 
-    Rewards have one if they are the opposite of success in nearly all episodes.
-    Terminations have one if one of the 4 combinations of success and termination is rare. Then the
-    data follow a rule such as "every success terminates".
+    Rewards differ by convention if they are the opposite of success in nearly all episodes.
+    Terminations differ by convention if one of the 4 combinations of success and termination is
+    rare. Then the data follow a rule such as "every success terminates".
     """
     if label == "reward":
         return bool(np.mean(is_success != is_positive) > 0.95)

@@ -136,7 +136,7 @@ def _order_of(
     quaternion: int,
     mean: Array,
 ) -> Iterator[Defect]:
-    """Report the episodes in which the components of a quaternion have another order.
+    """Report episodes in which one quaternion is wxyz if it is xyzw in the others, or the reverse.
 
     A small rotation has w as its largest component: the first one in wxyz, the last one in xyzw.
     The episodes form two groups by this position. The smaller group has another order if its
@@ -160,9 +160,11 @@ def _order_of(
         before = np.abs((mean[few].mean(0) - centre) / spread).max()
         after = np.abs((rolled.mean(0) - centre) / spread).max()
         typical_after = np.median(np.abs(rolled - centre) / spread, axis=0).mean()
-    # The groups may differ a little even after rolling, so `after` is compared with `before` too.
+    # Even with the right order of components, the rotations of the two groups may differ. So it is
+    # enough if rolling reduces a large distance to 1/8.
     is_near = after < max(settings["after"], before / 8)
-    # If the smaller group has half turns instead, rolling makes only some components similar.
+    # The smaller group may have half turns instead of another order of components. Then rolling
+    # makes only some components similar.
     is_near &= typical_after < before / 4
     if before > settings["before"] and is_near:
         evidence = {

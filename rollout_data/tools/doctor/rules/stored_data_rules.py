@@ -41,7 +41,8 @@ _EXPECTED = {
     "minari": r"main_data\.hdf5|(namespace_)?metadata\.json",
     "rlds": r"(dataset_info|features|metadata|dataset_statistics.*)\.json|.*tfrecord.*",
 }
-#: Alternatives of the pattern for file names that may be in a folder of any format.
+#: Pattern of file names that may be in a folder of any format. It is appended to the pattern of a
+#: format, so it begins with "|".
 _ANYWHERE = r"|repair\.json|rollout_conversion\.jsonl|README.*|LICEN[CS]E.*|report.*\.html"
 #: Maximum number of episodes whose metadata are searched for private data.
 _NUM_SEARCHED = 100

@@ -397,7 +397,7 @@ def _is_periodic(autocorrelation: Array, limit: float) -> bool:
 
 
 def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Array, Array]:
-    """Correlate the steps of an action with later steps.
+    """Correlate the changes of an action with later changes of the action and an observation.
 
     Returns:
         The autocorrelation of the action, and its correlation with the observation `name`. Both

@@ -119,7 +119,8 @@ def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
         rows = np.flatnonzero(facts.lengths >= _MIN_DIED_FRAMES)
         if len(rows) < _MIN_EPISODES:
             continue
-        # In each dimension, count the episodes at the end that have only the very last value.
+        # A dimension may stay at its last value until the recording ends. Count the episodes at the
+        # end of the recording in which it has no other value.
         low = facts.low[rows]
         is_still = (low == facts.high[rows]) & (low == low[-1])
         num_still = np.argmin(is_still[::-1], axis=0)
@@ -235,9 +236,10 @@ def _rare_outliers(
 
 
 def _num_alone(sizes: Array, usual: float, gap: float, limit: float) -> int:
-    """Return the number of the largest sizes that are separated from the other sizes by a gap.
+    """Count the outliers: the largest sizes, which a gap separates from all smaller sizes.
 
-    For the sizes 900, 800, 7 and 5, with the gap 10, it is 2, because 800 is more than 10 times 7.
+    For the sizes 900, 800, 7 and 5, with the gap 10, there are 2 outliers, because 800 is more than
+    10 times 7.
 
     Args:
         sizes: Sizes in descending order, without usual sizes.
@@ -442,10 +444,16 @@ def _is_too_large(facts: Facts, known: Array, logs: Array, settings: Settings) -
 
 
 def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
-    """Return `[k]` bool: whether each episode has values that are smaller by the ratio of two units.
+    """Return `[k]` bool: whether each episode has far smaller values than the other episodes.
 
-    An episode at rest also has small values, but rarely by such a ratio. The arguments are those of
-    `_is_too_large`.
+    The ratio must be about the ratio of two units, such as 1000 for m and mm. An episode at rest
+    also has small values, but rarely by such a ratio.
+
+    Args:
+        facts: Facts of the field.
+        known: int64 `[k]`, indices of the compared episodes.
+        logs: `[k]`, for each episode the logarithm of the ratio of its scale to the median scale.
+        settings: Thresholds of the rule.
     """
     is_far, _ = _beyond_gap(-logs, settings)
     typical = float(np.median(np.abs(logs)))
