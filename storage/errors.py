@@ -125,7 +125,7 @@ class WriteError(RolloutDataError, OSError):
     """A file or folder could not be written, as on a full disk. The previous content is unchanged.
 
     Args:
-        message: See `RolloutDataError`.
+        message: The problem, and the next step for the user: one or two sentences.
         error_number: Error number of the system, as in `OSError.errno`.
         filename: Path of the file or folder.
     """
@@ -176,7 +176,7 @@ class RolloutDataWarning(UserWarning):
 class TargetError(RolloutDataError, OSError):
     """The target of a conversion, or of another command, cannot be written.
 
-    For example it is read-only, its disk is full, or another file has its name.
+    For example, the target is read-only, its disk is full, or another file has its name.
     """
 
 

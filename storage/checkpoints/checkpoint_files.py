@@ -117,7 +117,7 @@ def load_checkpoint(
         CorruptFileError: The file is truncated, a checksum is wrong, declared sizes exceed the
             file, or it contains no pickle.
         ForeignFileError: The file is neither a zip archive of `torch.save` nor an LZ4 frame.
-        UnsafeFileError: The file contains another type; the message names it.
+        UnsafeFileError: The file contains a type that is not loaded; the message names the type.
         UsageError: `device` and `map_location` differ, or `device` is not available.
     """
     return load_checkpoint_parallel(path, map_location, weights_only, num_threads=1, device=device)
@@ -166,7 +166,7 @@ def map_checkpoint(path: Path) -> Any:
     Raises:
         CorruptFileError: The file is truncated, or declared sizes exceed the file.
         ForeignFileError: The file is no zip archive of `torch.save`.
-        UnsafeFileError: The file contains another type.
+        UnsafeFileError: The file contains a type that is not loaded.
     """
     with open(open_regular(path), "rb") as file:
         if _is_compressed(file, path):

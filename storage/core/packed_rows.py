@@ -200,7 +200,7 @@ class Cut:
         Args:
             rows: One item per group: its packed rows `[n, width]`, or None if the result has no
                 field of the group. With `apart`, one item per group for the following rows comes
-                after these items. Arrays on the CPU, tensors on other devices.
+                after these items. Items are arrays on the CPU, and tensors on other devices.
         """
         views = [rows[place].view(dtype) for place, dtype in self._views]
         nodes: list[dict[str, Any]] = [{}]

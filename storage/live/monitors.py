@@ -349,7 +349,7 @@ def plot_snapshots(
         x: Name of the values on the horizontal axis; None for the position in the list.
 
     Raises:
-        UsageError: There is nothing to draw, or no snapshot has the name.
+        UsageError: There is no name to draw, or a name is in no snapshot.
         ImportError: matplotlib (the extra `plot`) is not installed.
     """
     path = arguments.path("path", path)

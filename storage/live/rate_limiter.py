@@ -185,8 +185,8 @@ class RateLimiter:
         """Return the largest numbers of items per draw and per insertion, with a new operation.
 
         Raises:
-            UsageError: `tolerance` is too small for these numbers of items. Insertions and draws
-                could wait for each other forever.
+            UsageError: `tolerance` is too small for these numbers of items, so that insertions and
+                draws could wait for each other forever.
         """
         largest = list(self._largest)
         largest[is_push] = max(largest[is_push], num_items)
