@@ -55,7 +55,7 @@ class Conversion:
         num_present: Episodes that an earlier conversion had written.
         changes: Maps the description of each change to the ids of the changed episodes.
         problems: Errors about data that were unreadable, repaired or left out.
-        advice: Remarks on suspicious data, which were converted unchanged; see `Recording.advice`.
+        advice: Remarks on suspicious data, which were converted unchanged.
     """
 
     num_episodes: int

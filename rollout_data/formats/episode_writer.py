@@ -211,7 +211,7 @@ class ForeignWriter(ABC):
         resumed with different options if they lead to the same values.
 
         Args:
-            options: Result of `all_options`.
+            options: All options of the format, with default values.
             path: Path of the target.
             episodes: All episodes of the recording.
             metadata: Metadata of the recording.

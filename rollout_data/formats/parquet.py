@@ -584,7 +584,7 @@ def is_list(array: Any) -> bool:
 def first_row(array: Any) -> tuple[tuple[int, ...], str]:
     """Return the shape of the first row of an Arrow array of nested lists, and the value type.
 
-    The value type is a key of `DTYPES`, "text", "binary" or the name of another Arrow type.
+    The value type is the name of a dtype, "text", "binary" or the name of another Arrow type.
     """
     sizes = []
     while is_list(array) and len(array) and array[0].is_valid:

@@ -62,8 +62,8 @@ class DatasetInfo(NamedTuple):
 
     Attributes:
         shape: Shape of all rows.
-        kind: Key of `DTYPES`, "text", "bytes" (rows of variable length), or "" for an unreadable
-            type.
+        kind: Name of the dtype, such as "float32"; "text"; "bytes" (rows of variable length); or ""
+            for an unreadable type.
         stored: Dtype of the values in the file; None if only HDF5 can convert them, as for texts of
             variable length.
         offset: Offset of contiguous values in the file; None for other layouts.

@@ -49,7 +49,7 @@ class DatasetColumn(NamedTuple):
     Attributes:
         path: Path of the dataset below the group of the episode.
         shape: Shape of a row of the field, with as many elements as a row of the dataset.
-        kind: Dtype of the field (a key of `DTYPES`), or "text".
+        kind: Name of the dtype, such as "float32", or "text".
         first: Row of step 0 in the dataset. For a final observation: its row, counted from row T.
         is_picture: Whether rows are encoded pictures.
     """

@@ -93,7 +93,7 @@ class EpisodeFile:
 
     Args:
         path: Final path of the file.
-        datasets: Maps names of datasets for `write` to (dtype, shape).
+        datasets: Maps names of the datasets to write later to (dtype, shape).
         contents: Maps names of small datasets to their values.
         attributes: Maps names of groups to their attributes.
         conversion: Conversion record of the target.

@@ -255,7 +255,7 @@ def write_video(path: Path, parts: Iterable[Array], fps: float, codec: str) -> N
         path: File to write.
         parts: Pictures in parts, uint8 `[n, H, W, 3]` each.
         fps: Frames per second.
-        codec: Key of `ENCODERS` or `OTHER_ENCODERS`.
+        codec: "h264", "av1", "hevc" or "vp9".
     """
     av = optional("av", "av", "video", "video")
     os.environ.setdefault("SVT_LOG", "1")  # By default, the AV1 encoder prints lines for each file.

@@ -205,8 +205,8 @@ class LerobotReader(FileSource):
         """Read the texts of subtasks, and add a text field with them to `features`.
 
         Returns:
-            A dict that maps the name of the table to the description of its Arrow types; empty
-            without a readable table.
+            A dict that maps the name of the table to the description of its Arrow types; {} if
+            there is no readable table.
         """
         self._subtasks: dict[int, str] = {}
         if not (self.path / TABLE_NAME).exists():
@@ -294,8 +294,8 @@ class LerobotReader(FileSource):
         that the texts are read instead of the numbers.
 
         Returns:
-            A dict that maps each group ("state", "action", "video") to a dict of the features of
-            its parts, by name of the part.
+            A dict that maps each group ("state", "action", "video") to a dict. The inner dict maps
+            names of parts to features.
         """
         content = read_object(file_inside(self.path, MODALITY_NAME), MAX_OBJECT_BYTES)
         places = {feature.source: place for place, feature in enumerate(features)}

@@ -30,8 +30,8 @@ class SetStatistics:
 
     Args:
         columns: The features.
-        num_frames: Number of frames of the dataset, or of its longest episode if `total` is not
-            called.
+        num_frames: Number of frames of the dataset. If only statistics of episodes are needed, the
+            number of frames of the longest episode is sufficient.
         folder: Folder for temporary files, which need as many bytes as all numbers of the dataset.
     """
 

@@ -41,7 +41,7 @@ class TableLeaf(NamedTuple):
         column: Name of the column.
         parts: Names of the nested struct fields that lead to the leaf, outermost first.
         shape: Shape of a row of the field.
-        dtype: Key of `DTYPES`, "text" or "picture".
+        dtype: Name of the dtype, such as "float32", or "text" or "picture".
     """
 
     column: str

@@ -1,7 +1,8 @@
 """MCAP recordings: a file is an episode, and each message of one topic, the clock, is a step.
 
 A step has the latest message of every topic at or before the time of the clock message. Values are
-not interpolated. Messages must be JSON. An error about another encoding names a package for it.
+not interpolated. Messages must be JSON. For another encoding, the error names a package that converts
+the messages to JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Leaf(NamedTuple):
     Attributes:
         topic: Name of the topic.
         keys: Keys of the nested JSON objects on the path to the value.
-        dtype: Key of `_KINDS`; "" for a value that cannot be a field.
+        dtype: "float64", "int64", "bool" or "text"; "" for a value that cannot be a field.
         shape: Shape of the value.
     """
 
@@ -331,11 +332,11 @@ def _columns(
         log: Messages of the file.
         leaves: Values to read, all from the same topic.
         rows: Ascending numbers of messages; may contain duplicates.
-        rounded: Output, extended in place; None to omit it. Maps `_Leaf.keys` to a dict that maps
-            rows to (number of integers that were rounded to float64, largest difference).
+        rounded: Output, extended in place; None to omit it. Maps the keys of a value to a dict that
+            maps rows to (number of integers rounded to float64, largest difference).
 
     Returns:
-        A dict that maps `_Leaf.keys` to an array `[len(rows), ...]` or a list of texts.
+        A dict that maps the keys of a value to an array `[len(rows), ...]` or a list of texts.
     """
     columns: dict[Any, Any] = {}
     for leaf in leaves:

@@ -142,7 +142,7 @@ def scan_trajectory_folder(
         data_dir: Data folder. All folders below it are searched.
         previous: An earlier scan of this folder. Only new and changed chunks are opened. The fields
             of the earlier scan are kept if that scan found fields.
-        without: Chunk files to leave out because reading them to the end failed.
+        without: Chunk files to leave out, because an earlier attempt to read their rows failed.
 
     Raises:
         UsageError: `data_dir` is not a folder.
