@@ -563,13 +563,12 @@ class PassScheduler:
             The snapshot; the numbers of the trajectories `in_use` in it, -1 for deleted ones; and
             the number of batches until the next scan.
         """
-        index = before.source.index if before is not None else None
-        blocks_in_use = (
-            partial(index.blocks_of, in_use[(in_use >= 0) & (in_use < len(index))])
-            if index is not None
-            else tuple
-        )
-        left = self._synchronize(turn, wanted, blocks_in_use)
+        earlier = None if before is None else before.source
+        blocks_in_use: BlocksInUse = tuple
+        if earlier is not None:
+            is_listed = (in_use >= 0) & (in_use < len(earlier.index))
+            blocks_in_use = partial(earlier.index.blocks_of, in_use[is_listed])
+        num_batches = self._synchronize(turn, wanted, blocks_in_use)
         snapshot = self.source.snapshot()
         if self.options.refresh_s is not None and not self.source.holds_blocks:
             raise UsageError(
@@ -577,21 +576,15 @@ class PassScheduler:
                 f"{self._where} has the format {self.source.format!r}. "
                 "Convert it with rollout_data.convert(path, new_path), or omit refresh_s."
             )
-        if self.is_cut_off and index is not None and _content(index) != _content(snapshot.index):
+        if earlier is None or earlier.index is snapshot.index:
+            return snapshot, in_use, num_batches
+        if self.is_cut_off and _content(earlier.index) != _content(snapshot.index):
             raise UsageError(
                 f"{self._where} changed before this pass. Workers of a plain DataLoader cannot "
                 "follow changes in several ranks. "
                 "Use rollout_data.loader(dataset, num_workers=...)."
             )
-        if before is not None and index is not None and index is not snapshot.index:
-            is_missing = in_use >= len(index)
-            listed = in_use[~is_missing]
-            was_lost = before.source.is_lost[listed]
-            listed = _numbers_in(index, snapshot.index, listed)
-            snapshot.is_lost[listed[was_lost & (listed >= 0)]] = True
-            in_use = in_use + len(snapshot.index) - len(index)
-            in_use[~is_missing] = listed
-        return snapshot, in_use, left
+        return snapshot, _moved_to(snapshot, earlier, in_use), num_batches
 
     def _synchronize(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
         """Get the listing of the folders from the process that scans, and use it from now on.
@@ -683,6 +676,25 @@ def _content(index: TrajectoryIndex) -> Any:
         index.num_present,
         [block.identity for block in index.blocks if block.is_edit],
     )
+
+
+def _moved_to(snapshot: RowSource, earlier: RowSource, in_use: Int64s) -> Int64s:
+    """Convert numbers of trajectories that envs play to their numbers in a new snapshot.
+
+    Trajectories that were unreadable in the earlier snapshot are marked as unreadable in the new
+    one. Numbers beyond an index are those of missing trajectories, see `PassScheduler.missing`.
+
+    Returns:
+        int64; -1 for trajectories that were deleted or shortened.
+    """
+    is_missing = in_use >= len(earlier.index)
+    listed = in_use[~is_missing]
+    was_lost = earlier.is_lost[listed]
+    new_numbers = _numbers_in(earlier.index, snapshot.index, listed)
+    snapshot.is_lost[new_numbers[was_lost & (new_numbers >= 0)]] = True
+    moved = in_use + (len(snapshot.index) - len(earlier.index))
+    moved[~is_missing] = new_numbers
+    return moved
 
 
 def _numbers_in(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:

@@ -1,12 +1,13 @@
 """`FileScanner`: opens files of other systems, and selects episodes and fields for a stream.
 
 The fields of most episodes become the fields of the stream. A missing field reads as NaN. An
-episode with contradicting fields is left out. Both cases are reported once. Files are listed only
-when they are opened.
+episode with contradicting fields is left out. Both cases are reported once. Most files are listed
+only when they are opened. Formats whose readers have a `listing_state` are listed again.
 """
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.core.fields import Field, Schema
-from storage.errors import DataFileError, UsageError, nearest
+from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
 
 from ..remote.locations import Origin
 from .common_fields import RESERVED, Fit, common_fields
@@ -70,7 +71,24 @@ class FileScanner(Scanner):
         return conventions([*of_files, *of_episodes])
 
     def refresh(self, in_use: BlocksInUse) -> None:
-        """Do nothing, since files of other systems are listed only when they are opened."""
+        """Open files again whose episodes have changed. Errors are reported and change nothing."""
+        earlier = self._files
+        try:
+            self._files = [
+                file.reopened() if origin.opened is None and file.has_changed() else file
+                for origin, file in zip(self._source.origins, earlier, strict=True)
+            ]
+            if all(map(operator.is_, self._files, earlier)):
+                return
+            self._snapshot = self._joined()
+        except RolloutDataError as problem:
+            self._files = earlier
+            self._source.report(problem)
+            return
+        self._listing = (FileScanner, self._files)
+        for file in self._files:
+            for problem in file.problems:
+                self._source.report(problem)
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> RowSource:
         return self._snapshot

@@ -37,6 +37,8 @@ class FileSource(EpisodeSource):
         self.problems = []
         self.advice = []
         self.splits: dict[str, Sequence[str]] = {}
+        # Taken before the scan, so a change during the scan is noticed later.
+        self._scanned_state = self.listing_state()
         if "on_bad_index" in self.OPTIONS:
             arguments.choice("on_bad_index", self.options["on_bad_index"], ("refuse", "rebuild"))
         self.episodes = self.scan()
@@ -51,6 +53,25 @@ class FileSource(EpisodeSource):
             DataFileError: The file or folder cannot be read.
             UsageError: An option is invalid for this file.
         """
+
+    def listing_state(self) -> Any:
+        """Return a value that changes when episodes are added to the files or removed from them.
+
+        None means that the files are listed only when they are opened.
+        """
+        return None
+
+    def has_changed(self) -> bool:
+        """Return whether episodes were added or removed since the files were opened."""
+        return bool(self.listing_state() != self._scanned_state)
+
+    def reopened(self) -> FileSource:
+        """Return a new reader of the same files, in which known episodes keep their numbers."""
+        return type(self)(self.path, self.options)
+
+    def number_of(self, episode: int) -> int:
+        """Return the number of an episode in the trajectory index, by its place in `episodes`."""
+        return episode
 
     def rows_read_together(self, number: int, name: str) -> int | None:
         """Return how many consecutive steps of a field must be decoded to read one of them.

@@ -54,9 +54,30 @@ _CONTINUATION = 16
 _ATTRIBUTE_INFO = 21
 #: Maximum number of parts to read from a header, and of blocks from a fractal heap.
 _MAX_PARTS = 256
-#: Byte ranges in the header of a fractal heap: columns of the table of blocks, size of the first
-#: blocks, bits per offset, offset of the first block or of the table, rows of the table.
-_HEAP_FIELDS = (110, 112), (112, 120), (128, 130), (132, 140), (140, 142)
+#: Header of a fractal heap, a structure of HDF5 for small objects. Only the fields that are read
+#: here are named. Its blocks are listed in a table of `num_rows` rows of `num_columns` blocks.
+_HEAP_HEADER = np.dtype(
+    {
+        "names": [
+            "signature",
+            "num_filter_bytes",
+            "max_object_bytes",
+            "num_huge_objects",
+            "num_columns",
+            "block_bytes",
+            "offset_bits",
+            "root_offset",
+            "num_rows",
+        ],
+        "formats": ["S4", "<u2", "<u4", "<u8", "<u2", "<u8", "<u2", "<u8", "<u2"],
+        "offsets": [0, 7, 10, 86, 110, 112, 128, 132, 140],
+        "itemsize": 142,
+    }
+)
+#: Bytes of the header of a table of blocks before the number of the first block of the table.
+_TABLE_HEAD_BYTES = 13
+#: HDF5 writes offsets from this number on for objects that do not exist.
+_NO_OFFSET = 1 << 62
 #: Errors that h5py raises for damaged files.
 _DAMAGE = (
     OSError,
@@ -349,27 +370,39 @@ def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
 
     Yields nothing for compressed heaps, and for heaps that store objects outside of their blocks.
     Only the first level of a table of blocks is read.
+
+    Args:
+        file: The file.
+        place: Position of the header of the heap in the file, in bytes.
+        start: Position in the file from which the offsets in the heap count, in bytes.
     """
-    # The largest address means that there is no heap.
-    head = file.read_at(142, place) if place < 1 << 62 else b""
-    if (
-        head[:4] != b"FRHP"
-        or head[7:9] != b"\0\0"
-        or _number(head[10:14]) < 512
-        or _number(head[86:94])
-    ):
+    head = file.read_at(_HEAP_HEADER.itemsize, place) if place < _NO_OFFSET else b""
+    if len(head) < _HEAP_HEADER.itemsize:
         return
-    width, size, bits, root, num_rows = (_number(head[a:b]) for a, b in _HEAP_FIELDS)
-    if not num_rows:
-        yield file.read_at(min(size, MAX_HEAP_BYTES), start + root)
+    header = dict(zip(_HEAP_HEADER.names or (), np.frombuffer(head, _HEAP_HEADER)[0].item()))
+    is_compressed = header["num_filter_bytes"] > 0
+    has_objects_outside = header["max_object_bytes"] < 512 or header["num_huge_objects"] > 0
+    if header["signature"] != b"FRHP" or is_compressed or has_objects_outside:
         return
-    entries = file.read_at(8 * width * min(num_rows, _MAX_PARTS), start + root + 13 + -(-bits // 8))
+
+    root = start + header["root_offset"]
+    block_bytes = header["block_bytes"]
+    num_columns = header["num_columns"]
+    num_rows = header["num_rows"]
+    if num_rows == 0:  # The heap has a single block and no table.
+        yield file.read_at(min(block_bytes, MAX_HEAP_BYTES), root)
+        return
+
+    num_entries = num_columns * min(num_rows, _MAX_PARTS)
+    num_head_bytes = _TABLE_HEAD_BYTES + -(-header["offset_bits"] // 8)
+    entries = file.read_at(8 * num_entries, root + num_head_bytes)
     for number in range(min(len(entries) // 8, _MAX_PARTS)):
-        child = _number(entries[8 * number : 8 * number + 8])
-        if child < 1 << 63:
-            yield file.read_at(
-                min(size << max(0, number // width - 1), MAX_HEAP_BYTES), start + child
-            )
+        offset = _number(entries[8 * number : 8 * number + 8])
+        if offset >= _NO_OFFSET:
+            continue
+        # The first two rows of the table have blocks of the same size, which then doubles.
+        num_doublings = max(0, number // num_columns - 1)
+        yield file.read_at(min(block_bytes << num_doublings, MAX_HEAP_BYTES), start + offset)
 
 
 class Allowance:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ import pytest
 import torch
 
 import rollout_data
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataError,
+    RolloutDataWarning,
+    UnsafeFileError,
+)
+from tests.files.recorded import drain
 from tests.formats.values import action, reward, state
 
 #: Of two columns: the rows at which they are done.
@@ -343,3 +351,79 @@ def test_the_checkpoint_of_another_system_is_read() -> None:
     recording = rollout_data.open(Path(__file__).parents[1] / "data" / "rlinf" / "ckpt_pt")
     assert sum(len(episode) for episode in recording) == recording.metadata["total_samples"] == 32
     assert all(len(episode["forward_inputs/tok"]) == len(episode) for episode in recording)
+
+
+def add_block(folder: Path, number: int, content: Any) -> None:
+    """Add a trajectory file, then replace the index by one that lists it."""
+    torch.save(content, folder / f"trajectory_{number}_w0.pt")
+    path = folder / "trajectory_index.json"
+    index = json.loads(path.read_text())
+    rows, columns = content["prev_logprobs"].shape[:2]
+    index["trajectory_index"][str(number)] = {
+        "num_samples": rows * columns,
+        "trajectory_id": number,
+        "model_weights_id": "w0",
+    }
+    index["trajectory_id_list"].append(number)
+    (folder / "new.json").write_text(json.dumps(index))
+    (folder / "new.json").replace(path)
+
+
+def frames_of(batches: Any) -> Counter[bytes]:
+    """Count the valid frames by their actions, which differ between all frames of all blocks."""
+    counts: Counter[bytes] = Counter()
+    for batch in batches:
+        counts.update(row.numpy().tobytes() for row in batch.action[batch.valid])
+    return counts
+
+
+@pytest.mark.parametrize("num_workers", [None, 0, 2])
+def test_the_next_pass_of_a_growing_folder_has_the_new_trajectories(
+    tmp_path: Path, num_workers: int | None
+) -> None:
+    for rank in range(2):
+        write(tmp_path / f"rank_{rank}", {0: block(rank)})
+    dataset = rollout_data.RolloutDataset(tmp_path, 2, 1, False, device="cpu")
+    batches: Any = dataset
+    if num_workers is not None:
+        batches = rollout_data.loader(dataset, num_workers=num_workers)
+    assert frames_of(batches) == frames_of(
+        rollout_data.RolloutDataset(tmp_path, 2, 1, False, device="cpu")
+    )
+    add_block(tmp_path / "rank_0", 1, block(5))
+    write(tmp_path / "rank_2", {0: block(6)})
+    after = frames_of(batches)
+    assert after == frames_of(rollout_data.RolloutDataset(tmp_path, 2, 1, False, device="cpu"))
+    assert after.total() == 4 * 12
+
+
+def test_trajectories_in_play_continue_in_the_pass_after_a_growth(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path / f"rank_{rank}", {0: block(rank)})
+    one_pass = frames_of(rollout_data.RolloutDataset(tmp_path, 2, 1, False, device="cpu"))
+    dataset = rollout_data.RolloutDataset(tmp_path, 2, 2, False, device="cpu")
+    first = dataset.get_batch(2)
+    add_block(tmp_path / "rank_0", 1, block(5))
+    expected = one_pass + frames_of(
+        rollout_data.RolloutDataset(tmp_path, 2, 1, False, device="cpu")
+    )
+    assert frames_of([first, *drain(dataset, 1)]) == expected
+
+
+def test_a_damaged_index_is_reported_and_the_known_trajectories_are_played(tmp_path: Path) -> None:
+    write(tmp_path / "a", {0: block(0)})
+    dataset = rollout_data.RolloutDataset(tmp_path / "a", 1, 1, False, device="cpu")
+    before = frames_of(dataset)
+    (tmp_path / "a" / "trajectory_index.json").write_text("{")
+    with pytest.warns(RolloutDataWarning):
+        assert frames_of(dataset) == before
+    assert dataset.problems
+
+
+def test_a_recording_is_streamed_as_it_was_when_it_was_opened(tmp_path: Path) -> None:
+    write(tmp_path / "a", {0: block(0)})
+    recording = rollout_data.open(tmp_path / "a")
+    dataset = rollout_data.RolloutDataset(recording, 1, 1, False, device="cpu")
+    before = frames_of(dataset)
+    add_block(tmp_path / "a", 1, block(5))
+    assert frames_of(dataset) == before

@@ -46,6 +46,8 @@ _COMPARED_BYTES = 1 << 26
 _NEXT = "next_observation"
 _MAX_JSON_BYTES = 1 << 24
 _MAX_DEPTH = 16
+#: Bits of a trajectory number within the range of its rank.
+_RANK_BITS = 40
 _PICKLE_ADVICE = "A pickle can run code. Save the trajectories as 'pt'."
 #: Errors that damaged indexes and tensors cause.
 _DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OSError)
@@ -73,7 +75,11 @@ class RlinfReader(FileSource):
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
         self._known = KnownFiles()
         episodes: list[EpisodeInfo] = []
-        for folder in checkpoint_folders(self.path):
+        #: Number of each episode in the trajectory index.
+        self._numbers: list[int] = []
+        for rank, folder in enumerate(checkpoint_folders(self.path)):
+            # Each rank has its own range of numbers, so new episodes of a rank move no others.
+            first_episode = len(episodes)
             for number, entry, path in self._listed(folder, is_rebuilt):
                 try:
                     block = self._load(path)
@@ -85,9 +91,44 @@ class RlinfReader(FileSource):
                     continue
                 self._check_num_samples(entry, path, shape, is_rebuilt)
                 episodes += block_episodes
+            num_of_rank = len(episodes) - first_episode
+            self._numbers += range(rank << _RANK_BITS, (rank << _RANK_BITS) + num_of_rank)
         if not episodes and self.problems:
             raise self.problems[0]
         return episodes
+
+    def listing_state(self) -> Any:
+        """Return the folders of the ranks with the state of their indexes.
+
+        If files without an index entry are read too, the names of all files are included.
+        """
+        states = []
+        for folder in checkpoint_folders(self.path):
+            index = index_path(folder)
+            status = None if index is None else index.stat()
+            state = None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
+            is_rebuilt = self.options["on_bad_index"] == "rebuild"
+            states.append((folder, state, list(find_files(folder)) if is_rebuilt else None))
+        return states
+
+    def number_of(self, episode: int) -> int:
+        return self._numbers[episode]
+
+    def reopened(self) -> RlinfReader:
+        reader = RlinfReader(self.path, self.options)
+        number_of = {
+            info.name: number for info, number in zip(self.episodes, self._numbers, strict=True)
+        }
+        used = set(number_of.values())
+        for place, info in enumerate(reader.episodes):
+            number = number_of.get(info.name)
+            if number is None:
+                number = reader._numbers[place]
+                while number in used:  # Only after the removal of earlier episodes.
+                    number += 1
+                used.add(number)
+            reader._numbers[place] = number
+        return reader
 
     def _check_num_samples(
         self,

@@ -159,6 +159,7 @@ def _pieces(
     """
     number, episode = key
     info = file.episodes[episode]
+    trajectory = file.number_of(episode)
     has_final = bool(finals) and all(name in info.final for name in finals)
     blocks: list[Block] = []
     for start in range(0, info.length, num_rows):
@@ -168,9 +169,9 @@ def _pieces(
         if is_last:
             flags |= end_flags(info)
         final_row = 0 if is_last and has_final else -1
-        row = (episode, 0, flags, start, length, 0, final_row, position, -1)
+        row = (trajectory, 0, flags, start, length, 0, final_row, position, -1)
         fragments = np.array([row], FRAGMENT_DTYPE)
-        name = f"{number}:{episode}:{start}"
+        name = f"{number}:{trajectory}:{start}"
         blocks.append(Block(file.path, f"{label}{file.format}", len(blocks), fragments, name=name))
     return blocks
 
