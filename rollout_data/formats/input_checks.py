@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -137,6 +138,12 @@ class KnownFiles:
             # The file may have been replaced since the first check.
             self.check(path, os.fstat(file.fileno()))
             yield file
+
+    def map(self, path: Path) -> memoryview:
+        """Memory-map a file read-only after checking that it has not changed."""
+        with self.open(path) as file:
+            size = file.seek(0, 2)
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
 
 
 def _is_below(real_path: str, real_root: str) -> bool:

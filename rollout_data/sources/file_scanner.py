@@ -81,9 +81,9 @@ class FileScanner(Scanner):
             if all(map(operator.is_, self._files, earlier)):
                 return
             self._snapshot = self._joined()
-        except RolloutDataError as problem:
+        except RolloutDataError as error:
             self._files = earlier
-            self._source.report(problem)
+            self._source.report(error)
             return
         self._listing = (FileScanner, self._files)
         for file in self._files:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from storage.core.fields import map_leaves
 from storage.core.memory import as_given, on_host
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
 
@@ -173,16 +174,16 @@ class InfoReader:
         has_final = np.zeros_like(ended)
         for number in np.flatnonzero(ended.any(1)).tolist():
             done = ended[number]
-            now = observation if is_step else _mapped(partial(_item, number), observation)
+            now = observation if is_step else map_leaves(partial(_item, number), observation)
             finals, privileged, is_missing = final_rows(
                 self._with_env_axis(steps[number], now), now, done
             )
             if finals is not None:
                 has_final[number] = done & ~is_missing
                 rows_of_ends = partial(_rows_of_ends, has_final[number])
-                rows.append(_mapped(rows_of_ends, finals))
+                rows.append(map_leaves(rows_of_ends, finals))
                 if privileged is not None:
-                    privileged_rows.append(_mapped(rows_of_ends, privileged))
+                    privileged_rows.append(map_leaves(rows_of_ends, privileged))
         if not rows:
             return {}, None
         if len(privileged_rows) not in (0, len(rows)):
@@ -242,12 +243,6 @@ def _first_leaf(tree: Any) -> Any:
 
 def _num_axes(tree: Any) -> int:
     return int(np.ndim(on_host(_first_leaf(tree))))
-
-
-def _mapped(function: Any, tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _mapped(function, item) for key, item in tree.items()}
-    return function(tree)
 
 
 def _item(number: int, leaf: Any) -> Any:

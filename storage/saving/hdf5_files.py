@@ -379,7 +379,8 @@ def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
     head = file.read_at(_HEAP_HEADER.itemsize, place) if place < _NO_OFFSET else b""
     if len(head) < _HEAP_HEADER.itemsize:
         return
-    header = dict(zip(_HEAP_HEADER.names or (), np.frombuffer(head, _HEAP_HEADER)[0].item()))
+    values = np.frombuffer(head, _HEAP_HEADER)[0].item()
+    header = dict(zip(_HEAP_HEADER.names or (), values, strict=True))
     is_compressed = header["num_filter_bytes"] > 0
     has_objects_outside = header["max_object_bytes"] < 512 or header["num_huge_objects"] > 0
     if header["signature"] != b"FRHP" or is_compressed or has_objects_outside:

@@ -112,4 +112,4 @@ def test_the_examples_are_short_enough_to_copy() -> None:
     lengths = {
         name: len((EXAMPLES / name).read_text().splitlines()) for name in ("ppo.py", "playback.py")
     }
-    assert lengths["ppo.py"] < 180 and lengths["playback.py"] <= 30
+    assert lengths["ppo.py"] < 200 and lengths["playback.py"] <= 30

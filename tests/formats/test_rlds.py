@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rollout_data
-from rollout_data.formats.records.tfrecord import crc32c
+from rollout_data.formats.records.crc32c import crc32c
 from storage.errors import (
     CorruptFileError,
     DataFileError,

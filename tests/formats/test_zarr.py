@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import rollout_data
-from rollout_data.formats.records.tfrecord import crc32c
+from rollout_data.formats.records.crc32c import crc32c
 from rollout_data.tools.cli.command_line import main
 from storage.errors import (
     CorruptFileError,

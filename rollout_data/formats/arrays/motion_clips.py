@@ -129,7 +129,7 @@ class MotionReader(FileSource):
                 f"{str(path)!r} is not a motion clip. A clip has the arrays {needed}."
             )
         sizes = _sizes(layout, arrays)
-        stated_order = self._stated_order(path, arrays)
+        stated_order = self._stated_order(arrays)
         fields: dict[str, NpzArray] = {}
         for name in layout:
             if name in arrays:
@@ -187,7 +187,7 @@ class MotionReader(FileSource):
         metadata[_BODY_NAMES] = list(order)
         return "names"
 
-    def _stated_order(self, path: Path, arrays: dict[str, NpzArray]) -> str | None:
+    def _stated_order(self, arrays: dict[str, NpzArray]) -> str | None:
         """Return the quaternion order that a clip states; None if the clip states no order.
 
         The array with the order is removed from `arrays`, because it is not a field.

@@ -28,7 +28,7 @@ from storage.core.fields import DTYPES, MAX_DIMENSIONS
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..input_checks import KnownFiles, damage_named, file_inside, optional, parse_json
-from ..records.tfrecord import crc32c
+from ..records.crc32c import crc32c
 from .npz_arrays import Array, check_count, member_begin
 
 MAX_META_BYTES = 1 << 20

@@ -57,8 +57,8 @@ class RobomimicWriter(Hdf5Writer):
 
     format = "robomimic"
     HOLDS = frozenset(("control_mode", "env", "env_args", "env_name", "total"))
-    #: Text appended to the report line about omitted ends of episodes.
-    ends_exception = ", but for `dones`, which readers do not take for it"
+    #: End of the report line which says that the ends of episodes are left out.
+    ends_exception = ", except `dones`, which readers do not use as the end"
     #: Whether every demo has `dones`.
     writes_dones = True
     OPTIONS: ClassVar[Mapping[str, Any]] = {

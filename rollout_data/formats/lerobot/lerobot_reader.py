@@ -179,7 +179,7 @@ class LerobotReader(FileSource):
                 kind = "" if source in row or is_video else "description"
                 self._report_left_out(source, problem, kind)
                 continue
-            features[feature.name] = self._with_unit(feature, description)
+            features[feature.name] = self._with_unit(feature)
             self._compare(feature, description)
         return list(features.values())
 
@@ -274,8 +274,8 @@ class LerobotReader(FileSource):
         message = f"{name!r} of {str(self.path)!r} {problem}. The feature is left out."
         self.problem(message, kind=kind)
 
-    def _with_unit(self, feature: Feature, description: Mapping[str, Any]) -> Feature:
-        """Set the unit of a depth feature. If no unit is described, the dtype determines the unit."""
+    def _with_unit(self, feature: Feature) -> Feature:
+        """Return a depth feature with a unit. Without a described unit, the dtype determines it."""
         is_depth_image = feature.kind == "image" and len(feature.shape) == 2
         is_depth = feature.depth is not None or is_depth_image
         if not is_depth or feature.unit:

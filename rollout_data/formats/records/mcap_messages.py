@@ -23,7 +23,6 @@ from storage.errors import CorruptFileError
 
 from ..format_detection import MCAP_MAGIC
 from ..input_checks import KnownFiles, damage_named, optional
-from .tfrecord import open_map
 
 # Opcodes: the kinds of MCAP records.
 _SCHEMA = 3
@@ -112,7 +111,7 @@ class Log:
         self._channels: dict[int, str] = {}
         #: Maps topic names to flat arrays with the time, chunk, start and stop of each message.
         self._found: dict[str, array[int]] = {}
-        data = open_map(path, self._known)
+        data = self._known.map(path)
         with damage_named(repr(str(path)), *_DAMAGE):
             self.is_whole = self._scan(data)
         self._latest = (-1, b"")
@@ -158,7 +157,7 @@ class Log:
         Raises:
             ValueError: A message is larger than `_MAX_MESSAGE_BYTES`.
         """
-        data = open_map(self.path, self._known)
+        data = self._known.map(self.path)
         for number, start, stop in topic.places[rows].tolist():
             if stop - start > _MAX_MESSAGE_BYTES:
                 raise ValueError(f"a message has {stop - start} bytes, more than the limit")

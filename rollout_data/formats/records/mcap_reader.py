@@ -21,7 +21,8 @@ from ...sources.file_source import FileSource
 from ..format_detection import mcap_files
 from ..input_checks import damage_named, file_inside
 from .mcap_messages import Log, Topic
-from .tfrecord import Array
+
+Array = np.ndarray[Any, Any]
 
 _PACKAGES = {
     "cdr": "mcap-ros2-support",

@@ -40,7 +40,6 @@ from .tfrecord import (
     features,
     items,
     numbers,
-    open_map,
 )
 from .tfrecord import records as read_records
 
@@ -203,7 +202,7 @@ class RldsReader(FileSource):
         num_records = 0
         try:
             path = self._file(name)
-            data = open_map(path, self._known)
+            data = self._known.map(path)
             for start, stop in read_records(data, path):
                 record = _Record(path, data, num_records, start, stop)
                 num_records += 1
@@ -367,7 +366,7 @@ class RldsReader(FileSource):
         info = self.episodes[number]
         path, first, last = info.source
         where = f"{name!r} of episode {info.name!r} of {str(path)!r}"
-        data = open_map(path, self._known)
+        data = self._known.map(path)
         if number not in self._checked:
             check_record(data, first, last, path)
             self._checked.add(number)

@@ -4,14 +4,12 @@ A record consists of a u64 length, the u32 masked CRC-32C of the length, the con
 masked CRC-32C of the content.
 
 TensorFlow, whose reader copies every value, would be a dependency of hundreds of MB. This module
-only needs positions, and a checksum.
+only needs positions.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ import numpy as np
 
 from storage.errors import CorruptFileError
 
-from ..input_checks import KnownFiles
+from .crc32c import crc32c
 
 Array = np.ndarray[Any, Any]
 # Kinds of value lists: field numbers in the protobuf message `Feature`.
@@ -34,7 +32,6 @@ _FIXED32 = 5
 _MAX_FEATURES = 4096
 #: Bytes of packed integers decoded at a time.
 _PIECE_BYTES = 1 << 20
-_BITS = np.arange(32, dtype=np.uint32)
 
 
 class FeatureValues(NamedTuple):
@@ -48,13 +45,6 @@ class FeatureValues(NamedTuple):
     kind: int
     start: int
     stop: int
-
-
-def open_map(path: Path, known: KnownFiles) -> memoryview:
-    """Memory-map a file read-only after checking that it has not changed."""
-    with known.open(path) as file:
-        size = file.seek(0, 2)
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
 
 
 def records(data: memoryview, path: Path) -> Iterator[tuple[int, int]]:
@@ -269,78 +259,7 @@ def _varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
     raise ValueError("a number is truncated")
 
 
-@lru_cache(maxsize=1)
-def _tables() -> tuple[Array, Array]:
-    """Compute the CRC-32C (Castagnoli) tables for one byte, `[256]`, and two bytes, `[65536]`."""
-    of_byte = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        of_byte = (of_byte >> 1) ^ ((of_byte & 1) * np.uint32(0x82F63B78))
-    words = np.arange(1 << 16, dtype=np.uint32)
-    after_first = of_byte[words & 255] ^ (words >> 8)
-    return of_byte, of_byte[after_first & 255] ^ (after_first >> 8)
-
-
 def masked_crc32c(data: memoryview | bytes) -> int:
     """Compute the masked CRC-32C of TFRecord: the CRC rotated right by 15 bits, plus 0xa282ead8."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def crc32c(data: memoryview | bytes) -> int:
-    """Compute the CRC-32C of bytes, at 100 to 200 MB/s.
-
-    The bytes are divided into parts. The CRCs of all parts are computed in parallel with numpy, and
-    are combined pairwise at the end.
-    """
-    stored = np.frombuffer(data, np.uint8)
-    of_byte, of_word = _tables()
-    num_parts = 1
-    part_bytes = 0
-    if len(stored) >= 256:
-        num_parts = 1 << len(stored).bit_length() // 2
-        part_bytes = len(stored) // num_parts & ~1
-
-    words = stored[: part_bytes * num_parts].reshape(num_parts, part_bytes).view("<u2")
-    crcs = np.zeros(num_parts, np.uint32)
-    low: Array = crcs.view("<u2")[::2]
-    for column in np.ascontiguousarray(words.T):
-        following = of_word[low ^ column]
-        crcs >>= 16
-        crcs ^= following
-
-    over_zeros = _over_zeros(part_bytes)
-    while len(crcs) > 1:
-        # CRC(left + right) is CRC(left + zeros) ^ CRC(right), with as many zeros as `right` has
-        # bytes.
-        crcs = _apply(over_zeros, crcs[::2]) ^ crcs[1::2]
-        over_zeros = _apply(over_zeros, over_zeros)
-
-    initial = np.full(1, 0xFFFFFFFF, np.uint32)
-    crc = int((_apply(over_zeros, initial) ^ crcs)[0])
-    for byte in stored[part_bytes * num_parts :].tolist():
-        crc = int(of_byte[(crc ^ byte) & 255]) ^ crc >> 8
-    return crc ^ 0xFFFFFFFF
-
-
-def _over_zeros(num_bytes: int) -> Array:
-    """Compute how `num_bytes` zero bytes change a CRC.
-
-    The change is linear over bits (XOR), so it is described by its results for single bits.
-
-    Returns:
-        uint32 `[32]`: for each bit, the CRC that follows from a CRC in which only this bit is set.
-    """
-    linear: Array = np.uint32(1) << _BITS
-    power = _tables()[0][linear & 255] ^ (linear >> 8)
-    while num_bytes:
-        if num_bytes & 1:
-            linear = _apply(power, linear)
-        power = _apply(power, power)
-        num_bytes >>= 1
-    return linear
-
-
-def _apply(linear: Array, crcs: Array) -> Array:
-    """Compute the CRCs `[n]` after zero bytes, from the effect `linear` on each single bit."""
-    mapped: Array = np.bitwise_xor.reduce((crcs[:, None] >> _BITS & 1) * linear, axis=1)
-    return mapped
