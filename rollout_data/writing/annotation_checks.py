@@ -20,7 +20,7 @@ from storage.errors import FieldTypeError, SchemaError, UsageError
 from ..blocks.annotation_table import MAX_NOTE_BYTES, text_id
 from ..blocks.block_header import ENDS
 
-#: Keys in the metadata of an episode with the types that readers expect.
+#: Keys in the metadata of an episode that must have a certain type, since readers use their values.
 _TYPES: dict[str, type] = {"task": str, "success": bool}
 
 
@@ -37,9 +37,9 @@ class StepNotes:
     texts: Mapping[int, bytes] = field(default_factory=dict)
 
     def steps(self, start: int, stop: int) -> StepNotes:
-        """Return the annotations of steps `start:stop`. All texts are returned, also unused ones.
+        """Return the annotations of steps `start:stop`.
 
-        A block may contain texts that none of its frames refers to.
+        The result contains all texts. A block may contain texts that none of its frames refers to.
         """
         episodes = tuple(
             (step - start, env, data) for step, env, data in self.episodes if start <= step < stop
@@ -109,7 +109,7 @@ def text_ids(name: str, value: Any, lead: tuple[int, ...], texts: dict[int, byte
 
 
 def check_text_fields(schema: Schema, texts: Container[str]) -> None:
-    """Raise `FieldTypeError` if numeric fields have texts, or text fields have numbers.
+    """Check that each field has texts or numbers, as in the first record of the writer.
 
     Args:
         schema: Fields of the first record.
@@ -228,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 class NoteCount:
-    """Counts the bytes of metadata of each unfinished episode, and enforces `MAX_NOTE_BYTES`.
+    """Counter of the bytes of metadata of each unfinished episode, which limits their size.
 
     Args:
         num_envs: Number of envs, N.
@@ -267,5 +267,5 @@ class NoteCount:
         self._num_bytes = counts
 
     def end(self, env_ids: np.ndarray) -> None:
-        """Reset the counts of the envs `env_ids`, whose episodes have ended."""
+        """Reset the counts of some envs to zero, since their episodes have ended."""
         self._num_bytes[env_ids] = 0

@@ -37,8 +37,8 @@ from .retention import prune
 from .staged_frames import Carry, Staging
 from .writer_journal import Journal
 
-#: The index cache is rewritten when more blocks than this number, and more than a quarter of all
-#: blocks, are missing from it.
+#: Maximum number of blocks of a small folder that are missing in the index cache. In a larger folder
+#: up to a quarter of all blocks may be missing before the cache is rewritten.
 _MIN_UNCACHED_BLOCKS = 8
 #: Maximum size of an HDF5 attribute or type in bytes. HDF5 stores each in an entry of at most
 #: 64 KiB.
@@ -85,7 +85,7 @@ class BlockPublisher:
         self._is_tentative = is_tentative
         self._frames_per_chunk = frames_per_chunk
         self._retention = retention
-        #: Maps fields with the codec "auto" to the codec that the first block chose.
+        #: Maps fields with the codec "auto" to the codec that was chosen for the first block.
         self._codecs: dict[str, str] = {}
         self.failure: BaseException | None = None
         self._is_awaited = False
@@ -112,7 +112,7 @@ class BlockPublisher:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until all submitted blocks are published, or one has failed."""
+        """Wait until all submitted blocks are published, or a block could not be written."""
         with self._waiting():
             self._worker.drain()
 
@@ -142,9 +142,9 @@ class BlockPublisher:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Let the background thread encode with several threads during the `with` block.
+        """Allow several threads to encode blocks while the caller waits in the `with` block.
 
-        The caller waits in this block, so the threads take no processor time from the caller.
+        At other times one thread encodes, so that the caller keeps its processor time.
         """
         self._is_awaited = True
         try:
@@ -234,7 +234,7 @@ def check_storable(schema: Schema) -> None:
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
-    """Read from earlier blocks of the writer at which numbers the new recording continues.
+    """Return the numbers and the time at which a writer continues after its earlier blocks.
 
     Returns:
         Next sequence number, a `Carry` without unfinished trajectories that contains the next

@@ -34,14 +34,15 @@ _KEY = "rollout_conversion"
 _MAX_VALUE_BYTES = 200
 #: Maximum characters of a task. The record contains only the checksum of a longer task.
 _MAX_TASK = 1 << 16
-#: Bytes per read of rows that are read only for their checksum.
+#: Bytes per read of rows that are not converted and only need a checksum.
 _PART_BYTES = 8 << 20
-#: Maximum depth of lists and objects in the first line. Values have at most 200 bytes, so a deeper
-#: line is damaged.
+#: Maximum nesting depth of JSON values in a record. Each value is at most 200 bytes long, so a
+#: record with deeper values is damaged.
 _MAX_DEPTH = 128
-#: Text in place of a checksum, if the field cannot be read and is therefore not in the target.
+#: Text instead of the checksum of a field that could not be read and is not in the target.
 UNREAD = "--------"
-#: Suffix of a field name, for the checksum of the field in the final observation.
+#: Suffix of a field name in the record. It marks the checksum of the field's final value, after the
+#: last step.
 AFTER_LAST = " after the last step"
 
 
@@ -58,9 +59,9 @@ class UnreadableEpisode(DataFileError):
 
 
 class SummedEpisode:
-    """Wrapper of an episode that computes checksums of the rows that a writer reads.
+    """Episode of a source that computes a checksum of each field while a conversion reads it.
 
-    Errors of the source become `UnreadableEpisode`. All other attributes are those of the episode.
+    It has all attributes of the wrapped episode. Errors of the source become `UnreadableEpisode`.
     """
 
     def __init__(self, episode: Any) -> None:
@@ -84,7 +85,7 @@ class SummedEpisode:
         return rows
 
     def sums(self) -> dict[str, str]:
-        """Read all remaining rows; map fields to checksums of 8 hexadecimal digits."""
+        """Return the checksum of each field as 8 hexadecimal digits. Rows not yet read are read."""
         episode = self._episode
         sums = {name: self._sum_of(name) for name in (*episode.schema, *episode.texts)}
         if episode.final:
@@ -110,7 +111,7 @@ class SummedEpisode:
             self._of_source(lambda: self._episode.final_observation)
 
     def _sum_of(self, name: str, must_be_read: bool = False) -> str:
-        """Read the rows of a field that the writer has not read; return the checksum of all rows.
+        """Return the checksum of all rows of a field. Rows that were not yet read are read.
 
         If the field cannot be read, and the writer has read none of its rows, it is not in the
         target. The result is then `UNREAD`.
@@ -135,7 +136,7 @@ class SummedEpisode:
         return f"{self._sums.get(name, 0):08x}"
 
     def _of_source(self, read: Any) -> Any:
-        """Return the result of `read()`; convert errors of the source to `UnreadableEpisode`."""
+        """Call a function that reads the episode; convert its errors to `UnreadableEpisode`."""
         try:
             return read()
         except (UnreadableEpisode, UnansweredError):
@@ -273,10 +274,11 @@ class ConversionNote:
         )
 
     def blank_lines(self, stored: Mapping[str, Iterable[str]]) -> dict[str, str]:
-        """Map episode ids to lines that are as long as the lines of the written episodes will be.
+        """Build placeholders for the lines of all episodes, with which a target reserves space.
 
-        An HDF5 target reserves space for the record with these lines. The checksums in them are
-        `UNREAD`.
+        An HDF5 target stores the record in a dataset of fixed size. A placeholder is as long as the
+        later line of the episode. It contains dashes instead of checksums. The result maps episode
+        ids to placeholders.
 
         Args:
             stored: Maps episode ids to names of datasets in the target.
@@ -352,7 +354,7 @@ class ConversionNote:
     def _read_files_line(
         self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]
     ) -> bool:
-        """Add the content of a line about files that no single episode owns.
+        """Add to this record the content of a line about files that several episodes share.
 
         Args:
             line: The parsed line.
@@ -379,7 +381,7 @@ class ConversionNote:
     def _read_episode_line(
         self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]
     ) -> bool:
-        """Add the content of a line about an episode.
+        """Add to this record the content of a line about a written episode.
 
         Args:
             line: The parsed line.
@@ -399,7 +401,7 @@ class ConversionNote:
         stored: Any = line.get("stored", {})
         if not _are_sums(rows) or not _are_sums(stored):
             return False
-        self.rows.pop(name, None)  # An episode that was written again moves to the end of `rows`.
+        self.rows.pop(name, None)  # Move an episode that was written again to the end.
         self.rows[name] = rows
         self.unplaced = name
         self.files[name] = sums
@@ -407,7 +409,7 @@ class ConversionNote:
         return True
 
     def _has_valid_types(self) -> bool:
-        """Return whether all parsed values have the expected types, which damage may change."""
+        """Return whether all parsed values have the expected types, as in an undamaged record."""
         if not isinstance(self.options, dict) or not isinstance(self.metadata, dict):
             return False
         if not isinstance(self.source, str) or not all(
@@ -444,7 +446,7 @@ def files_line(
     removed: Iterable[str] = (),
     finish: Mapping[str, Any] | None = None,
 ) -> str:
-    """Build a line of a record about files that no single episode owns.
+    """Build a line of a record about files that several episodes share.
 
     Args:
         files: Maps new files to sizes and checksums.
@@ -464,17 +466,17 @@ def files_line(
 
 
 def placed_line() -> str:
-    """Build the line of a record which states that no file of an episode has a temporary name."""
+    """Build the line of a record which states that all files of episodes have their final names."""
     return json.dumps({"placed": True}) + "\n"
 
 
 def open_line() -> str:
-    """Build the line of a record which states that `files_of_all` are being written again."""
+    """Build the line of a record which states that shared files of episodes are being rewritten."""
     return json.dumps({"open": True}) + "\n"
 
 
 def note_replaced(folder: Path, removed: Iterable[Path], added: Iterable[Path] = ()) -> None:
-    """Write to the conversion record of a folder that files are replaced or removed on purpose.
+    """Record that files of a conversion's target folder are replaced or removed on purpose.
 
     Without this line, the next conversion would report that the target was changed. Call this
     before removing the files. Does nothing if the folder is no target of a conversion.
@@ -520,7 +522,10 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _is_shallow(value: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Return whether a value has less than `depth` levels, to stay below the recursion limit."""
+    """Return whether lists and objects in a JSON value are nested in less than `depth` levels.
+
+    Deeper values would exceed Python's recursion limit.
+    """
     parts: Iterable[Any] = ()
     if isinstance(value, dict):
         parts = value.values()
@@ -550,7 +555,7 @@ def _are_sums(values: Any) -> bool:
 
 
 def _is_description(episode: Mapping[str, Any]) -> bool:
-    """Return whether a parsed description has the keys and types that `described` returns."""
+    """Return whether the parsed description of an episode has all keys and valid types."""
     fields = episode["fields"]
     if not isinstance(fields, dict) or not isinstance(episode.get("id"), str):
         return False
@@ -583,7 +588,7 @@ def described(episode: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _forms(schema: Schema) -> Mapping[str, str]:
-    """Map fields to texts with dtype and shape, such as "float32[3]"."""
+    """Describe the fields of a schema: map each to its dtype and shape, such as "float32[3]"."""
     return {name: f"{declared.dtype}{list(declared.shape)}" for name, declared in schema.items()}
 
 

@@ -124,7 +124,8 @@ class Simulator:
             return None
         if self._is_single:
             return {}
-        # ManiSkill has this attribute. Its `reset` expects indices, and gymnasium's a mask.
+        # Envs of ManiSkill have the attribute `auto_reset`. They expect indices of envs to reset,
+        # while envs of gymnasium expect a mask.
         if isinstance(_attribute(self.env, "auto_reset"), bool):
             return {"options": {"env_idx": self._as_env(np.flatnonzero(self.is_over))}}
         return {"options": {"reset_mask": self._as_env(self.is_over.copy())}}
@@ -178,7 +179,7 @@ class Simulator:
             self.is_over = done if self._mode == "next_step" else self.is_over | done
             record["env_mask"] = present
         elif done.any():
-            # The observation of this step belongs to the next episodes.
+            # The env was already reset, so the observation of this step starts the next episode.
             rows, final_privileged, is_missing = final_rows(infos, observation, done)
             fields = {} if rows is None else _fields(rows, final_privileged)
             if fields and is_missing.any():
@@ -195,7 +196,10 @@ class Simulator:
         return _as_arrays(actions, _attribute(self.env, "action_space"), self._is_space_of_all)
 
     def copied(self, tree: Any) -> Any:
-        """Copy nested values; tuples become dicts with the keys "0", "1", ..."""
+        """Copy nested observations or actions, in the form in which they are recorded.
+
+        Tuples become dicts with the keys "0", "1", ... Values of a single env get an axis for envs.
+        """
 
         def copy(leaf: Any) -> Any:
             values = leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf)
@@ -204,17 +208,17 @@ class Simulator:
         return map_leaves(copy, _named(tree))
 
     def _is_gymnasium(self, first: Any, second: Any, third: Any) -> bool:
-        """Return whether the values between observation and infos are in gymnasium's order.
+        """Return whether three values of a step are rewards, terminated, truncated.
 
-        This order is rewards, terminated, truncated. The other order is privileged observations,
-        rewards, dones.
+        Gymnasium returns them between observation and infos. Other simulators return privileged
+        observations, rewards, dones instead.
         """
         if first is None or hasattr(self.env, "get_privileged_observations"):
             return False
         return not _is_floating(second) or _is_floating(third)
 
     def _detected_mode(self, observation: Any, infos: Any) -> str:
-        """Detect the autoreset mode from a step in which an episode ended.
+        """Return the autoreset mode, found from the result of a step in which an episode ended.
 
         Raises:
             UsageError: The mode cannot be detected.
@@ -259,7 +263,7 @@ def joined(infos: Any) -> Mapping[str, Any]:
 def info_flags(
     infos: Mapping[str, Any], names: Sequence[str], num_envs: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read a flag of each env from the first of the keys `names` that `infos` contain.
+    """Read a flag of each env from infos, in which the flag may have one of several names.
 
     Returns:
         Whether the flag of each env is true, and whether each env has the flag; bool `[N]` each.
@@ -321,7 +325,7 @@ def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
 def _check_time_outs(name: str, values: Any, mask: np.ndarray, num_envs: int) -> None:
     """Raise `SchemaError` unless `values` contain a flag or None for each env in `mask`."""
     is_list = isinstance(values, (list, tuple))
-    # Build an object array, since numpy would convert all flags to str if the list has one str.
+    # Build an object array. Otherwise numpy would convert all flags to str if one flag is a str.
     flags = np.array([*values, None], object)[:-1] if is_list else on_host(values).reshape(-1)
     if len(flags) != num_envs:
         raise SchemaError(
@@ -376,7 +380,7 @@ def _is_floating(values: Any) -> bool:
 
 
 def _leaf(tree: Any) -> Any:
-    """Return the first array or tensor in nested mappings."""
+    """Return one array or tensor of nested mappings, from which device and size are read."""
     while hasattr(tree, "items"):
         tree = next(iter(tree.values()))
     return tree
@@ -410,7 +414,7 @@ def _critic(infos: Any) -> Any:
 
 
 def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
-    """Build the fields `observation` and, if there is one, `privileged_observation` of a record.
+    """Split observations of an env into the recorded fields: a public and a privileged part.
 
     The groups "critic" and "privileged" of an observation become the privileged observation.
     """
@@ -454,7 +458,7 @@ def final_rows(
     if isinstance(finals, tuple) and not (
         isinstance(like, dict) and like.keys() == _named(finals).keys()
     ):
-        # The observation is no such tuple, so the items belong to envs, not to a `spaces.Tuple`.
+        # The observation has another structure, so each item of the tuple belongs to one env.
         finals = list(finals)
     if _is_listed(finals):
         if len(finals) != len(done):
@@ -479,7 +483,7 @@ def _is_listed(value: Any) -> bool:
 
 
 def _rows(finals: Any, like: Any, env_ids: np.ndarray) -> Any:
-    """Convert final observations to arrays with rows, in the structure of the observations.
+    """Convert final observations of several envs to arrays, nested like the observations.
 
     Args:
         finals: A list with one item per env, whose items `env_ids` are stacked; arrays with a row
@@ -497,7 +501,7 @@ def _rows(finals: Any, like: Any, env_ids: np.ndarray) -> Any:
 
 
 def _stacked(rows: list[Any], like: Any) -> Any:
-    """Stack final observations of several envs, with the structure and dtypes of `like`."""
+    """Stack final observations of several envs; `like` defines their nesting and dtypes."""
     if isinstance(like, dict):
         for row in rows:
             if not isinstance(row, dict) or not like.keys() <= row.keys():
@@ -532,7 +536,7 @@ def _numbers(values: Any) -> torch.Tensor:
 
 
 def _checked_rows(leaf: Any) -> Any:
-    """Return a leaf of final observations; raise `SchemaError` if it has no axis of envs."""
+    """Return an array of final observations after checking that it has an axis of envs."""
     if leaf is not None and not _numbers(leaf).ndim:
         raise SchemaError(
             "final observations of infos must have one row per environment, got a single "

@@ -94,7 +94,7 @@ class RecordingSummary:
     duration_s: float
 
 
-#: Arguments of the writer and the recorder that users cannot pass as options.
+#: Names of arguments that this module sets itself, so that users cannot pass them as options.
 _NO_OPTIONS = ("simulator", "num_envs", "is_in_loop")
 
 
@@ -281,7 +281,7 @@ def record_demonstrations(
             if num_frames >= frames_goal and num_trajectories >= trajectories_goal:
                 break
             observation, *_ = recorder.call("step", simulator.executed(act(observation)))
-            # Wait for values on a GPU: the loop must know which episodes end in this step.
+            # Wait for values from a GPU, since the loop must know which episodes end in this step.
             writer.settle()
             reset_arguments = simulator.reset_arguments
             if reset_arguments is not None:
@@ -303,7 +303,7 @@ def record_demonstrations(
 
 
 class _Recorder:
-    """Calls the methods of an env and records resets and steps. See `RecordingWrapper`."""
+    """Caller of an env's methods that records the results of resets and steps."""
 
     def __init__(
         self,
@@ -345,11 +345,11 @@ class _Recorder:
         self._sum_of_rewards = 0.0
         self._num_ended = 0
         self._num_dropped_in_a_row = 0
-        #: Number of steps so far that had tensors on a GPU. Such a step is recorded by a later call.
+        #: Number of steps so far whose tensors had to be copied from a GPU.
         self._num_late = 0
-        #: Number of the step with tensors on a GPU that was recorded last, counted from 1.
+        #: Number of the last of these steps that is recorded, counted from 1.
         self._last_recorded_late = 0
-        #: Observations on which the next recorded step acts; empty if they are unknown.
+        #: Observations before the next step to record; empty if they are unknown.
         self._before = simulator.seen
         #: Observations of the last reset, if no step has followed; otherwise empty.
         self._fresh = simulator.seen
@@ -391,7 +391,7 @@ class _Recorder:
         return result
 
     def _record_reset(self, name: str, result: Any) -> None:
-        """Start episodes after a reset; trajectories that it interrupts become open."""
+        """Start new episodes after a reset. Trajectories that the reset cuts off are marked as open."""
         is_reset = np.zeros(len(self._lengths), bool)
         is_reset[self._reset] = name != "get_observations"
         is_interrupted = is_reset & (self._lengths > 0)
@@ -436,7 +436,7 @@ class _Recorder:
             number: Number of the step among the steps with tensors on a GPU, counted from 1.
             step: Arguments of `_add`.
         """
-        # The interrupted call had recorded the step completely.
+        # An earlier call recorded this step completely before a Ctrl-C interrupted it.
         if number == self._last_recorded_late:
             return
         parts = (self, self.simulator)
@@ -453,7 +453,7 @@ class _Recorder:
             raise
 
     def start_episodes(self, seed: Any, is_reset: np.ndarray) -> None:
-        """Start episodes and store their metadata until their first frame is recorded.
+        """Store seeds and tasks of episodes that a reset started, until their first frame.
 
         Args:
             seed: Seed of the reset: one for all envs, one per env, or None.
@@ -466,7 +466,7 @@ class _Recorder:
         self._keep_tasks(self.simulator.infos)
 
     def _keep_tasks(self, infos: Mapping[str, Any]) -> None:
-        """Store the tasks in infos as metadata of episodes that have no task yet."""
+        """Store the tasks from infos for all running episodes without a task."""
         tasks: Any = infos.get(TASK)
         is_listed = isinstance(tasks, (list, tuple, np.ndarray)) and len(tasks) == len(
             self._lacks_task
@@ -480,7 +480,7 @@ class _Recorder:
                 self._lacks_task[env] = False
 
     def _pop_metadata(self, present: Any) -> list[dict[str, Any] | None] | None:
-        """Remove and return the stored metadata of envs that have a frame in this step.
+        """Return the episode metadata to record with this step, and remove them from the store.
 
         Args:
             present: Whether each env has a frame, bool `[N]`, or True for all.
@@ -500,8 +500,8 @@ class _Recorder:
         if fresh:
             self._before = fresh
         before = self._before
-        # After an error below, the next step raises an error until a reset, so that trajectories
-        # have no gaps.
+        # If this step is invalid, later steps must raise an error until a reset. Otherwise a
+        # trajectory would have a gap.
         self._before = {}
         if not before:
             raise UsageError("call reset() or get_observations() before step().")
@@ -588,14 +588,14 @@ class _Recorder:
         return is_kept
 
     def _clear(self, is_over: np.ndarray) -> None:
-        """Reset length, rewards, success and task of the envs in `is_over`, bool `[N]`."""
+        """Reset the counts of ended episodes. `is_over` selects their envs, bool `[N]`."""
         self._lengths[is_over] = 0
         self._rewards[is_over] = 0
         self._has_succeeded[is_over] = False
         self._lacks_task[is_over] = True
 
     def _check_dropped(self, infos: Mapping[str, Any], num_dropped: int) -> None:
-        """Raise or warn if too many episodes in a row were dropped.
+        """Raise an error or warn if too many consecutive episodes were dropped.
 
         Args:
             infos: Infos of the step.
@@ -641,7 +641,7 @@ def _count(data_dir: Path) -> tuple[int, int, int]:
 
 
 def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
-    """Convert a policy to a function of the observation; also return the policy's name.
+    """Return a function that computes actions from observations, and the name of the policy.
 
     A `torch.nn.Module` gets tensors on its device and of its dtype; another policy gets the
     observation of the env. If the policy has a method `act_inference` or `act`, it is called.

@@ -44,20 +44,20 @@ _OTHER_NAMES = {
 }
 _ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _ENDS = {"done", "terminated", "truncated", "timeout"}
-#: Reason why the values in `_DERIVED` are not recorded.
+#: Reason, for a warning, why values such as next observations are not recorded.
 _FOLLOWS = "it is derived from the frames and final_observation"
 _DERIVED = dict.fromkeys(
     ("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS
 )
 _DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
-#: Names of values in storages of other libraries that are left out, since they do not have the shape
-#: of a field. They are recorded only if the user passes them as keywords.
+#: Names of values in rollout storages of other libraries that do not have the shape of a field. They
+#: are recorded only if the user passes them as keywords.
 _CARRIED = {"hidden_states"}
 _NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "extras", "next"}
 
 
 def is_taken(name: str) -> bool:
-    """Return whether a name is reserved in records, so that an extra field cannot have it."""
+    """Return whether a name is reserved, so that an additional field cannot have this name."""
     return name in _NOT_OURS or name in _OTHER_NAMES or name in Transition._fields
 
 
@@ -99,7 +99,7 @@ def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any
 
 
 def _with_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Flatten torchrl's nested mapping `values["next"]` to names "next/...".
+    """Flatten the mapping "next" of a torchrl record to names such as "next/reward".
 
     In torchrl, `values["next"]["done"]` is the flag of this step, and `values["done"]` the flag of
     the previous step. If the former exists, the latter is left out.
@@ -138,7 +138,7 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
 
 
 def _items_of(transition: Any) -> dict[str, Any]:
-    """Return the values of a record by their original names, before translation."""
+    """Return the values of a record by the names that they have in the user's library."""
     if transition is None:
         return {}
     if isinstance(transition, Mapping):
@@ -160,7 +160,7 @@ def _items_of(transition: Any) -> dict[str, Any]:
 
 
 def _recorded_done(batch: Transition) -> Any:
-    """Return the flag `done` of a batch as it was recorded: True only at ends of trajectories.
+    """Return the flag `done` of a batch, with True only at the last frames of trajectories.
 
     A `RolloutDataset` also sets `done` at first frames. These flags are removed, except at first
     frames that are also last frames.
@@ -187,7 +187,7 @@ def _recorded_done(batch: Transition) -> Any:
         return done.masked_fill(flags["is_first"] & ~flags["is_last"], 0)
     is_unclear = done.bool() & flags["is_first"]
     if "timeout" in flags:
-        # A time-out shows that the frame is an end.
+        # A frame with a time-out is certainly the last frame of its trajectory.
         is_unclear &= ~flags["timeout"]
     if "valid" in flags:
         # Invalid entries are not recorded, so their flags have no effect.
@@ -230,7 +230,7 @@ def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     is_full_queue = getattr(transition, "buffer_full", False)
 
     def filled(column: torch.Tensor) -> torch.Tensor:
-        # In a full queue, the oldest step is at the write position.
+        # In a full ring buffer, the next write position contains the oldest step.
         return torch.cat([column[step:], column[:step]]) if is_full_queue else column[:step]
 
     return {name: map_leaves(filled, value) for name, value in columns.items() if value is not None}

@@ -101,7 +101,7 @@ def _needed_trajectories(folder: BlockFolder, limits: Mapping[str, int]) -> np.n
 
 
 def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) -> list[Path]:
-    """Return the oldest blocks of writer `number`, up to the first that contains needed frames."""
+    """Return the files of a writer's oldest blocks, before its first block with needed frames."""
     writer = index.writers[number]
     is_of_writer = index.writer == number
     listed = index.number[is_of_writer]

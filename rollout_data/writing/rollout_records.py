@@ -38,11 +38,10 @@ REWARD = "reward"
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
 _NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
-#: A frame has a uint8 of marks. This bit means that the frame exists. The other bits are the flags
-#: of fragments in `block_header.py`.
+#: Bit of the marks of a frame: the frame exists. The marks are one uint8 per frame. Other bits are
+#: flags, such as `TERMINATED`, which mark the end of a trajectory.
 PRESENT = 128
-#: Bit of the marks of a frame: the trajectory ends here and has a final observation. In flags of
-#: fragments, this bit means `FIRST`.
+#: Bit of the marks of a frame: the trajectory ends here and has a final observation.
 HAS_FINAL = 1
 #: A value of a record: an array, or a tensor if numpy does not support its memory or dtype.
 Leaf = np.ndarray | torch.Tensor
@@ -74,7 +73,7 @@ class Rollout:
     notes: StepNotes = NO_NOTES
 
     def steps(self, start: int, stop: int) -> Rollout:
-        """Return steps `start:stop` as views. `max_errors` remains the error of all steps."""
+        """Return steps `start:stop` as views. The largest encoding errors of all steps are kept."""
         num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
         version = self.policy_version
         finals = self.finals
@@ -349,7 +348,7 @@ def _is_text_leaf(value: Any) -> bool:
 
 
 def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that ids of final texts must have.
+    """Return the shape of the ids of texts in final observations.
 
     Args:
         texts: One text, a text for each frame, or a text for each of the k ends of trajectories.
@@ -424,7 +423,7 @@ def _leaf(name: str, value: Any) -> Leaf:
 
 
 def _check_whole(fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
-    """Raise `MissingFieldError` unless the record has all fields in `needed`."""
+    """Check that a record has all required fields; raise `MissingFieldError` otherwise."""
     heads = {name.partition("/")[0] for name in fields}
     for name in needed:
         if name not in heads:
@@ -481,7 +480,10 @@ def _truth(name: str, leaf: Leaf) -> np.ndarray:
 
 
 def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Convert the flags of a record, bool `[T, N]` each, to marks of the frames, uint8 `[T, N]`."""
+    """Combine the flags of a record, such as `done`, to one number per frame, uint8 `[T, N]`.
+
+    Bits of this number state whether the frame exists, and whether and how a trajectory ends there.
+    """
     done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
     has_frame = True if mask is None else mask
     if truncated is None:
@@ -489,7 +491,7 @@ def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarra
     elif timeout is not None and (timeout & has_frame != truncated & has_frame).any():
         raise UsageError("timeout and truncated have different values. Pass one of them.")
     if done is not None and terminated is None:
-        # A timeout without done is no end, since simulators keep the flag of an earlier end.
+        # Ignore a timeout without done. Simulators may repeat the flag of an earlier episode.
         truncated = None if truncated is None else truncated & done
         terminated = done if truncated is None else done & ~truncated
     elif done is not None and terminated is not None:
@@ -523,7 +525,7 @@ def _kept(success: Any, marks: np.ndarray) -> np.ndarray:
 
 
 def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
-    """Encode the values of a field to an array on the host.
+    """Convert the values of a field to the array that is stored, on the host.
 
     Args:
         field: The field.

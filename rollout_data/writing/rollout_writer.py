@@ -158,12 +158,12 @@ class RolloutWriter(Shown, Owned):
         )
         self._infos = InfoReader(self.num_envs)
         self._late_steps = LateCopies()
-        #: Time in ns for the next record of the step from a GPU that is being recorded. None while
-        #: no such step is being recorded.
+        #: Time stamp in ns for the next frames of a step that was copied from a GPU. None while no
+        #: such step is being recorded.
         self._late_ns: int | None = None
-        #: Time in ns that was assigned to the last step from a GPU.
+        #: Time stamp in ns of the last step that was copied from a GPU.
         self._last_late_ns = 0
-        #: Errors of steps from a GPU that were not raised yet.
+        #: Errors of recording steps that were copied from a GPU. A later call raises them.
         self._late_errors: list[Exception] = []
         self._tally = Tally(self.num_envs)
         self._note_count = NoteCount(self.num_envs)
@@ -379,7 +379,7 @@ class RolloutWriter(Shown, Owned):
                     self._hand_over()
                     self._is_ended = True
             except Exception:
-                # A Ctrl-C is not caught here: the next call of `close` then publishes the steps.
+                # Do not release the name after a Ctrl-C, so that `close` can be called again.
                 self._leave_folder()
                 raise
             self._leave_folder()
@@ -445,7 +445,7 @@ class RolloutWriter(Shown, Owned):
         return recovered
 
     def _leave_folder(self) -> None:
-        """Publish the submitted steps and release this writer's name. Idempotent."""
+        """Wait until the submitted steps are published; release this writer's name. Idempotent."""
         self._publisher.close()
         self._journal.close()
         self._staging = None
@@ -468,7 +468,7 @@ class RolloutWriter(Shown, Owned):
             self._record(values, is_step)
 
     def _record_arrived(self, values: Mapping[str, Any]) -> None:
-        # `_record` changes its argument, and after a Ctrl-C the values are needed again.
+        # Recording changes the mapping, but after a Ctrl-C the values are recorded again.
         self._record(dict(values), is_step=True)
 
     def record_late(self, values: Any, record: Callable[[Any], None]) -> None:
@@ -504,7 +504,7 @@ class RolloutWriter(Shown, Owned):
                 error.message += " The step was passed to an earlier call."
             raise
         else:
-            # A Ctrl-C does not release the step, so that the next call records it.
+            # After a Ctrl-C this line is not reached, so the next call records the step.
             self._late_steps.release()
         finally:
             self._late_ns = None
@@ -519,7 +519,7 @@ class RolloutWriter(Shown, Owned):
         self._raise_late_errors()
 
     def _record_late_steps(self, wait: bool) -> None:
-        """Record the pending steps from a GPU. `_raise_late_errors` raises their errors.
+        """Record the steps that were copied from a GPU; collect their errors without raising them.
 
         Args:
             wait: Whether to wait for all steps. Otherwise only those that have arrived are
@@ -535,7 +535,7 @@ class RolloutWriter(Shown, Owned):
                 self._late_errors.append(error)
 
     def _raise_late_errors(self) -> None:
-        """Raise the first error of steps from a GPU, with the messages of the other errors."""
+        """Raise the first error of recording steps from a GPU. Its text names the other errors."""
         if not self._late_errors:
             return
         first, *others = self._late_errors
@@ -561,7 +561,7 @@ class RolloutWriter(Shown, Owned):
         late_ns = self._late_ns
         if late_ns is not None:
             self._late_ns = late_ns + 1
-            # A Ctrl-C has interrupted `record` after this record was staged.
+            # An earlier attempt staged this record before a Ctrl-C interrupted it.
             if self._newest_ns() >= late_ns:
                 return
         if self.nonfinite_rewards == "refuse":
@@ -603,7 +603,7 @@ class RolloutWriter(Shown, Owned):
                 )
 
     def _newest_ns(self) -> int:
-        """Return the time of the last step, staged or submitted, in ns since the epoch."""
+        """Return the time of the newest step in ns since the epoch."""
         staged_ns = None if self._staging is None else self._staging.newest_ns
         return self._handed_over_ns if staged_ns is None else staged_ns
 
@@ -618,7 +618,10 @@ class RolloutWriter(Shown, Owned):
         return self._tally
 
     def _declare(self, schema: Schema) -> None:
-        """Write metadata.json or compare the schema with it; compute the size of staging memory."""
+        """Prepare the folder and the staging memory for records with this schema.
+
+        The schema is written to metadata.json, or compared with an existing metadata.json.
+        """
         check_storable(schema)
         try:
             publish_metadata(
@@ -636,10 +639,10 @@ class RolloutWriter(Shown, Owned):
         self._reader.schema = schema
 
     def _staging_with_room(self) -> Staging:
-        # A Ctrl-C has interrupted `_hand_over`, so complete it.
+        # A Ctrl-C interrupted the submission of this block, so submit it again.
         if self._staging is not None and self._staging.is_sealed:
             self._hand_over()
-        # Created only when needed, so that it reuses memory that `flush` has released.
+        # Allocate memory only when it is needed, so that memory of published blocks is reused.
         if self._staging is None:
             assert self._reader.schema is not None
             self._staging = Staging(self._reader.schema, self.num_envs, self._max_steps, self._pool)
@@ -647,7 +650,10 @@ class RolloutWriter(Shown, Owned):
         return self._staging
 
     def _end(self, env_ids: np.ndarray, flag: int) -> None:
-        """End the unfinished trajectories of some envs with a flag, and update the counts."""
+        """End the unfinished trajectories of some envs, and update the counts of this writer.
+
+        `flag` states how they end, such as `OPEN` or `DROPPED`.
+        """
         if self._reader.schema is not None:
             staging = self._staging_with_room()
             self._counted().end(env_ids, flag != DROPPED)

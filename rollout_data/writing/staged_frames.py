@@ -42,13 +42,13 @@ from .rollout_records import (
     numbers,
 )
 
-#: Maximum fraction of rows that belong to no fragment, since an env had no frame or its trajectory
-#: was dropped. Up to this fraction they are written, which is faster than to leave them out.
+#: Maximum fraction of unused rows in a block, for which an env had no frame or its trajectory was
+#: dropped. Writing a few unused rows is faster than removing them.
 MAX_UNUSED_PART = 0.25
 #: Maximum bytes of staging memory for one block.
 MAX_STAGED_BYTES = 4 << 30
-#: Number of steps after which they are counted together. Counting each step costs more; counting
-#: more steps at once would delay the caller.
+#: Number of steps whose frames are counted in one call. Counting each step costs more time in total.
+#: Counting more steps at once would delay the caller.
 MAX_UNCOUNTED_STEPS = 32
 #: Approximate number of frames that are counted at a time.
 _COUNTED_FRAMES = 1 << 16
@@ -109,12 +109,13 @@ class Staging:
             )
         self._marks = np.zeros(lead, np.uint8)
         self._times_ns = np.zeros(max_steps, np.int64)
-        #: Maps the first step of each rollout to (number of steps, policy version(s), final
-        #: observations, annotations).
+        #: The rollouts in this memory. Maps the first step of each to a tuple (number of steps, policy
+        #: versions, final observations, annotations).
         self._rollouts: dict[
             int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None, StepNotes]
         ] = {}
-        #: Flags of trajectories of the previous block that end without a new frame, uint8 `[N]`.
+        #: Flags of trajectories that began in an earlier block and end without another frame, uint8
+        #: `[N]`.
         self._early_flags = np.zeros(num_envs, np.uint8)
         self._max_errors: dict[str, float] = {}
         self.num_steps = 0
@@ -135,7 +136,7 @@ class Staging:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are neither steps nor ends of earlier trajectories to publish."""
+        """Whether there is nothing to publish: no steps, and no ends of earlier trajectories."""
         return self.num_steps == 0 and not self._early_flags.any()
 
     def put(self, rollout: Rollout, time_ns: int) -> None:
@@ -160,7 +161,10 @@ class Staging:
         self.num_steps = stop
 
     def end(self, env_ids: np.ndarray, flag: int) -> None:
-        """End the unfinished trajectories of some envs at their last frame, with a flag."""
+        """Mark the last frames of some envs as ends of their trajectories.
+
+        `flag` states how the trajectories end, such as `OPEN` or `DROPPED`.
+        """
         is_frame = (self._marks[: self.num_steps, env_ids] & PRESENT) > 0
         has_frame = is_frame.any(axis=0)
         if has_frame.any():
@@ -277,7 +281,7 @@ class Staging:
         return joined, np.concatenate(keys)
 
     def _joined_versions(self, parts: list[tuple[int, np.ndarray | int]]) -> np.ndarray | int:
-        """Return the policy version of all rollouts as one number; if it varies, as `[N, T]`."""
+        """Return the policy version of all frames: one number, or int64 `[N, T]` if it varies."""
         if (
             all(isinstance(version, int) for _, version in parts)
             and len({version for _, version in parts}) <= 1
@@ -293,7 +297,7 @@ class Staging:
         width = self.schema[REWARD].num_elements
         num_rows = self.num_envs * self.num_steps
         rewards = numbers(self.schema[REWARD], self._values[REWARD][: self.num_steps])
-        # `reduceat` needs a row after the last fragment.
+        # Add a row of zeros, since `reduceat` needs an index after the last fragment.
         values = np.zeros((num_rows + 1, width))
         sums = np.zeros((len(fragments), width))
         with_frames = np.flatnonzero(fragments["length"] > 0)
@@ -307,7 +311,7 @@ class Staging:
         return sums
 
     def _used_places(self, fragments: np.ndarray) -> np.ndarray:
-        """Leave out rows that belong to no fragment, and change `fragments["row"]` accordingly.
+        """Renumber the rows of fragments so that rows without a fragment are not written.
 
         Returns:
             Position in the staging memory of each of the k remaining rows, int64 `[k]`.
@@ -320,7 +324,7 @@ class Staging:
         return step * self.num_envs + env
 
     def count(self, tally: Tally) -> None:
-        """Add the frames of all steps to `tally`, without the steps that were added before."""
+        """Add the frames of all uncounted steps to the counts of the writer."""
         while self.num_counted < self.num_steps:
             start = self.num_counted
             stop = min(start + max(1, _COUNTED_FRAMES // self.num_envs), self.num_steps)
@@ -331,7 +335,7 @@ class Staging:
 
 
 class _Rows:
-    """A `ColumnRows` that packs staged values of fields into rows of one column.
+    """Rows of one column, packed from the staged values of its fields when they are written.
 
     Args:
         layout: Layout of the table.
@@ -373,7 +377,7 @@ class _Rows:
                 rows[:] = values[self._places[start:stop]]
                 continue
             row = start
-            # Each turn copies either several envs with all their steps, or some steps of one env.
+            # Each iteration copies all steps of several envs, or some steps of one env.
             while row < stop:
                 env, step = divmod(row, self._num_steps)
                 num_envs = (stop - row) // self._num_steps if step == 0 else 0
@@ -392,7 +396,7 @@ class _Rows:
 def _row_sources(
     layout: RowLayout, values: Mapping[str, np.ndarray], places: np.ndarray | None
 ) -> dict[str, ColumnRows]:
-    """Map the columns of a table to row sources. `values` and `places` are as in `_Rows`."""
+    """Map each column of a table to an object that packs staged values into its rows."""
     return {name: _Rows(layout, column, values, places) for name, column in layout.columns.items()}
 
 
@@ -517,7 +521,7 @@ def _end_carried(early_flags: np.ndarray, carry: Carry) -> tuple[np.ndarray, Car
 
 
 def _next_carry(carry: Carry, table: np.ndarray, next_trajectory: int) -> Carry:
-    """Compute the state at the end of a block from its fragments `table`, which are sorted by env.
+    """Compute which trajectories are unfinished after a block, given its fragments sorted by env.
 
     Args:
         carry: State at the end of the previous block.
@@ -582,7 +586,7 @@ class Tally:
         self._lengths[env[is_last]] -= until[is_last]
 
     def end(self, env_ids: np.ndarray, is_kept: bool) -> None:
-        """Count the unfinished trajectories of some envs as ended; if not kept, as dropped."""
+        """Count the unfinished trajectories of some envs as kept or as dropped."""
         self._keep(self._lengths[env_ids] * is_kept)
         self._lengths[env_ids] = 0
 

@@ -36,7 +36,7 @@ def are_infos(extras: Any) -> bool:
 
 
 def needed_infos(infos: Any, names: Container[str] = ()) -> Any:
-    """Replace values of infos that are not needed by None, so that they are not copied from a GPU.
+    """Replace unneeded values of infos by None, so that they are not copied from a GPU.
 
     Needed are time-outs, final observations and the keys `names`, also in `final_info`. All keys
     remain, since a warning lists the keys that are not recorded.
@@ -72,7 +72,7 @@ class InfoReader:
     def read(
         self, infos: Any, values: Mapping[str, Any], is_step: bool
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Extract time-outs and final observations from infos, unless `values` contain them.
+        """Extract time-outs and final observations from infos, unless the record contains them.
 
         Args:
             infos: For a step, a list with a mapping for each environment, or one mapping for all.
@@ -197,7 +197,7 @@ class InfoReader:
         return values, has_final
 
     def _with_env_axis(self, infos: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """Add an axis of environments to final observations in infos, if a single env has none."""
+        """Add a missing axis of environments to the final observations of a single env."""
         if self._num_envs != 1:
             return infos
         batched = dict(infos)
@@ -250,9 +250,9 @@ def _item(number: int, leaf: Any) -> Any:
 
 
 def _rows_of_ends(is_end: np.ndarray, leaf: Any) -> torch.Tensor:
-    """Return the k rows of the environments in `is_end`, bool `[N]`.
+    """Select the final observations of the k environments in `is_end`, bool `[N]`.
 
-    `leaf` has N rows, from which they are selected, or only these k rows.
+    `leaf` contains a row for each of the N environments, or already only the k selected rows.
     """
     rows = as_given(leaf).detach().cpu()
     return rows[torch.from_numpy(is_end)] if len(rows) == len(is_end) else rows

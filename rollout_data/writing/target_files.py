@@ -98,7 +98,7 @@ def changed_file(target: Path, file: Path, change: str) -> UsageError:
 
 
 def sums_from_json(value: Any) -> dict[str, FileSum] | None:
-    """Parse JSON values about the files of a target, as `sums_as_json` returns them.
+    """Parse sizes, checksums and times of a target's files from a JSON value.
 
     Returns:
         Maps file names to sizes, checksums and times. None if the value is invalid, or a file name

@@ -26,16 +26,16 @@ from ..blocks.write_block import TEMPORARY_PREFIX, block_name
 
 _MAGIC = b"rdjournl"
 _NUMBER = struct.Struct("<q")
-# Byte offsets in the file. The magic has the size of one number.
+# Byte offsets of the numbers in a journal. The file starts with the 8 bytes of `_MAGIC`.
 #: Total number of accepted frames.
 _ACCEPTED = 1 * _NUMBER.size
-#: Total number of settled frames.
+#: Total number of settled frames, which are published or dropped.
 _SETTLED = 2 * _NUMBER.size
 #: Time of the last `add`, ns since the epoch.
 _TIME = 3 * _NUMBER.size
-#: Sequence number + 1 of the block that is being published.
+#: Sequence number of the block that is being published, plus 1.
 _SEQUENCE = 4 * _NUMBER.size
-#: Total number of settled frames as soon as this block is published.
+#: Total number of settled frames after the block that is being published.
 _SETTLED_AFTER = 5 * _NUMBER.size
 _NUM_BYTES = 6 * _NUMBER.size
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -103,7 +103,7 @@ class Journal:
         self._write(_TIME, time_ns)
 
     def announce(self, sequence: int, num_frames: int) -> None:
-        """Write that block `sequence` is about to be published.
+        """Write the number of the block that will be published next.
 
         If the writer dies before it calls `publish`, the existence of the block shows whether its
         frames are settled.
@@ -116,11 +116,14 @@ class Journal:
         self._write(_SETTLED_AFTER, num_frames)
 
     def publish(self, num_frames: int) -> None:
-        """Write the total number of settled frames, after a block was published."""
+        """Write how many frames are in published blocks or were dropped, after publishing a block."""
         self._write(_SETTLED, num_frames)
 
     def _write(self, offset: int, number: int) -> None:
-        """Overwrite a number. Errors are ignored; a count of lost frames is then less exact."""
+        """Overwrite a number in the journal. Errors are ignored, since the journal is not essential.
+
+        After an error, a later count of lost frames is less exact.
+        """
         if self._memory is not None:
             _NUMBER.pack_into(self._memory, offset, number)
             return
