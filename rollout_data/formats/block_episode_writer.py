@@ -309,7 +309,7 @@ class OwnWriter(ForeignWriter):
         return steps
 
     def _final(self, episode: EpisodeToWrite) -> Any:
-        """Read the observation after the last step: `[1, ...]`, or nested dicts of arrays `[1, ...]`.
+        """Read the observation after the last step: arrays `[1, ...]`, alone or in nested dicts.
 
         The result is None if the observation or one of its fields is missing.
         """

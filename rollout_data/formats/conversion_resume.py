@@ -217,13 +217,13 @@ def _text(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
-    """Map each field name to the dtypes and shapes of the field, and to whether all episodes have it.
+    """Map field names to the dtypes and shapes that occur, and to whether all episodes have them.
 
     The result changes if a target of the recording would get another layout.
 
     Returns:
-        A dict that maps field names to pairs: a set of texts with dtype and shape, and whether every
-        episode has the field. "terminated", "truncated" and "success" count as fields of the
+        A dict that maps field names to pairs: a set of texts with dtype and shape, and whether
+        every episode has the field. "terminated", "truncated" and "success" count as fields of the
         episodes in which they are known.
     """
     forms: dict[str, set[str]] = {}

@@ -162,7 +162,7 @@ def _checked_writer(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
 
 
 def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
-    """Start or resume a conversion; append errors to `problems`. The caller has locked the target."""
+    """Start or resume a conversion; append errors to `problems`. The target is already locked."""
     recording = job.recording
     path = job.path
     writer_type = job.writer_type

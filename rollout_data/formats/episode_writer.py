@@ -124,8 +124,8 @@ class ForeignWriter(ABC):
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     #: Names of the recording's metadata that the format can store; None means all names.
     HOLDS: ClassVar[frozenset[str] | None] = frozenset()
-    #: Whether the file layout is fixed before the first row is written. If an episode turns out to be
-    #: unreadable, the conversion then restarts without this episode.
+    #: Whether the file layout is fixed before the first row is written. If an episode turns out to
+    #: be unreadable, the conversion then restarts without this episode.
     is_laid_out_first: ClassVar[bool] = False
     #: Whether a conversion adds new episodes of the source to a complete target.
     can_grow: ClassVar[bool] = False

@@ -37,8 +37,8 @@ _EXPANSION = {h5z.FILTER_DEFLATE: 1100, h5z.FILTER_LZF: 100}
 _HARMLESS = (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32)
 #: Maximum bytes of unwritten values, which need no bytes in the file.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: A dataset of up to this many unpacked bytes may have any expansion factor, because a mask of zeros,
-#: for example, is packed into few bytes.
+#: A dataset of up to this many unpacked bytes may have any expansion factor, because a mask of
+#: zeros, for example, is packed into few bytes.
 _MAX_UNPACKED_BYTES = 1 << 29
 #: Maximum expansion factor (unpacked bytes per stored byte) of a larger dataset.
 _LIKELY_EXPANSION = 200

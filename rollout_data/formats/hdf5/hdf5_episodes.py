@@ -27,7 +27,7 @@ from ..encoded_images import decode_picture, picture_shape
 from ..input_checks import parse_json
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
 
-#: Number of datasets that are checked when a file is opened. Others are checked at their first read.
+#: Number of datasets that are checked when a file is opened. Others are checked when first read.
 _CHECKED_AT_ONCE = 600
 #: Maximum bytes of a metadata dataset.
 _MAX_METADATA_BYTES = 1 << 20
@@ -149,8 +149,8 @@ class Hdf5Reader(FileSource):
     COUNTED: ClassVar[str] = "actions"
     #: HDF5 attribute of an episode group with the number of steps; "" if the format has none.
     STATED: ClassVar[str] = ""
-    #: Subgroups of an episode group. Their members and the members of the episode group determine the
-    #: fields of the episode.
+    #: Subgroups of an episode group. Their members and the members of the episode group determine
+    #: the fields of the episode.
     GROUPS: ClassVar[tuple[str, ...]] = ()
     #: HDF5 attributes of episode groups that do not become metadata. `STATED` need not be listed.
     ATTRIBUTES: ClassVar[tuple[str, ...]] = ()

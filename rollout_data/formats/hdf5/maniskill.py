@@ -47,7 +47,7 @@ class ManiskillReader(Hdf5Reader):
         return self.checked_some(episodes, "trajectory")
 
     def _read_descriptions(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Read the JSON file: map trajectory names to descriptions; add other values to metadata."""
+        """Read the JSON file: map trajectories to descriptions; add other values to metadata."""
         path = self.path.with_suffix(".json")
         if not path.exists():
             self.problem(

@@ -130,7 +130,7 @@ class RobomimicReader(Hdf5Reader):
             super().add_dataset(maker, path)
 
     def _name_of(self, maker: LayoutMaker, path: str) -> str:
-        """Return the observation name of a dataset, with "/" restored if this library replaced it."""
+        """Return the observation name of a dataset. A "/" that the writer replaced is restored."""
         key = path.removeprefix("obs/")
         original = self._obs_names.get(key, key)
         if f"obs/{original}" in maker.datasets:

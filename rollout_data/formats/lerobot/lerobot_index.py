@@ -335,7 +335,7 @@ class Index:
         return list(runs)
 
     def _take_indexed(self, runs: Sequence[Run]) -> None:
-        """Use the runs if they match the index; otherwise raise an error for the first difference."""
+        """Use the runs if they match the index, or raise an error for the first difference."""
         indexed: dict[int, tuple[Run, ...]] = {}
         for run in runs:
             entry = self.entries.get(run.episode)

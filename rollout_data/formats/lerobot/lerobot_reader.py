@@ -275,7 +275,7 @@ class LerobotReader(FileSource):
         self.problem(message, kind=kind)
 
     def _with_unit(self, feature: Feature) -> Feature:
-        """Return a depth feature with a unit. Without a described unit, the dtype determines it."""
+        """Set the unit of a depth feature. If no unit is described, the dtype determines it."""
         is_depth_image = feature.kind == "image" and len(feature.shape) == 2
         is_depth = feature.depth is not None or is_depth_image
         if not is_depth or feature.unit:

@@ -1,8 +1,8 @@
 """MCAP recordings: a file is an episode, and each message of one topic, the clock, is a step.
 
 A step has the latest message of every topic at or before the time of the clock message. Values are
-not interpolated. Messages must be JSON. For another encoding, the error names a package that converts
-the messages to JSON.
+not interpolated. Messages must be JSON. For another encoding, the error names a package that
+converts the messages to JSON.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class TrajectoryFolderScanner(Scanner):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        # An empty folder `trajectory_K` may be a recording that has just started. If there are block
-        # files, an empty folder is not sufficient, so that the blocks are read.
+        # An empty folder `trajectory_K` may be a recording that has just started. If there are
+        # block files, an empty folder is not sufficient, so that the blocks are read.
         return is_trajectory_folder(path, with_chunk=bool(block_entries(path)))
 
     @property
