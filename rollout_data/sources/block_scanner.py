@@ -68,7 +68,7 @@ class BlockScanner(Scanner):
         self._adopted: list[Block] | None = None
         self._files: FileMap | None = None
         self._last: RowSource | None = None
-        #: Cached result of `listing`: a snapshot, and its listing for other processes.
+        #: The last snapshot for which a listing for other processes was built, and this listing.
         self._listing: tuple[RowSource | None, Any] = None, None
         #: The index whose arrays are in shared memory, and this memory. (None, None) if the index
         #: is not shared.
@@ -230,7 +230,7 @@ class BlockScanner(Scanner):
         self._next_release_s = stop_s + max(1.0, (stop_s - start_s) / LOOK_SHARE)
 
     def _blocks(self) -> list[Block]:
-        """Return the existing blocks, reduced to the selected trajectories."""
+        """Return the blocks of all folders, without the fragments of unselected trajectories."""
         if self._adopted is not None:
             return self._adopted
         blocks: list[Block] = []
@@ -275,7 +275,10 @@ class BlockScanner(Scanner):
         return BlockFiles(index, layouts)
 
     def _mapped(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> RowSource:
-        """Map the new blocks and return a snapshot; report blocks that cannot be mapped."""
+        """Map new block files into memory, and return a snapshot of the episodes of all blocks.
+
+        Blocks that cannot be mapped are reported and left out.
+        """
         files = self._files
         if files is None or files.layouts is not layouts or not files.has_room(blocks):
             # A new `FileMap` cannot map deleted blocks, so their trajectories become unreadable.
@@ -291,7 +294,7 @@ class BlockScanner(Scanner):
                 self._source.count_lost([block.key])
             except RolloutDataError as problem:
                 self._source.report(problem)
-        # Index arrays from the cache are valid only if no block was left out or added.
+        # The index cache is used only if it describes exactly the blocks of this snapshot.
         is_as_scanned = (
             self._adopted is None
             and not self._pinned
@@ -312,7 +315,7 @@ class BlockScanner(Scanner):
         pinned: list[Block],
         built: Mapping[str, np.ndarray] | None = None,
     ) -> TrajectoryIndex:
-        """Return the index in shared memory if it has exactly these blocks; otherwise build one."""
+        """Return the trajectory index of these blocks, from shared memory if it is stored there."""
         shared = self._shared[0]
         wanted = (*blocks, *pinned)
         if shared is not None and (shared.blocks, shared.num_present) == (wanted, len(blocks)):
@@ -320,9 +323,9 @@ class BlockScanner(Scanner):
         return TrajectoryIndex(wanted, len(blocks), built)
 
     def _report_broken(self, index: TrajectoryIndex) -> None:
-        """Add a problem for trajectories with missing blocks, replacing the previous one.
+        """Update the reported problem about trajectories whose blocks are missing.
 
-        A warning is issued only once.
+        A warning is issued only the first time.
         """
         problems = self._source.problems
         if self._broken is not None and self._broken in problems:

@@ -19,7 +19,7 @@ _NOT_SHARED = "some episodes do not have it"
 
 
 class Fit(NamedTuple):
-    """Result of `common_fields`: the fields of a stream, and the left-out episodes and fields.
+    """The chosen fields of a stream, and the episodes and fields that are left out of it.
 
     Attributes:
         schema: The fields of the stream.
@@ -95,14 +95,14 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
 
 
 def _can_lack(field: Field) -> bool:
-    """Return whether a field may be missing from some episodes, so that it reads as NaN there."""
+    """Return whether episodes may lack this field. Its values in these episodes read as NaN."""
     return field.dtype in FLOATS or len(field.shape) <= 1
 
 
 def _difference(fields: Mapping[str, Field], others: Mapping[str, Field]) -> str:
-    """Return a text about the first contradiction between `fields` and the fields `others`.
+    """Describe the first difference in dtype, shape or name between the fields of two episodes.
 
-    The text is "" if there is no contradiction.
+    The result is "" if the fields do not contradict each other.
     """
     for name, field in fields.items():
         other = others.get(name, field)

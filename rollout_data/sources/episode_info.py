@@ -9,8 +9,8 @@ from typing import Any
 from storage.core.fields import Schema
 
 NO_FIELDS = Schema([])
-#: Key in the metadata of a converted episode for the names of fields that are not in the original
-#: data, and are therefore stored as False or NaN.
+#: Key in the metadata of a converted episode. It lists the fields that the original data do not
+#: contain. Their stored values are False or NaN.
 ABSENT = "absent_fields"
 
 

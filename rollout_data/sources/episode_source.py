@@ -114,7 +114,10 @@ class EpisodeSource(ABC):
         )
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
-        """Return a pair (the index of each episode's schema, int64 `[N]`; list of all schemas)."""
+        """Return all distinct schemas, and which of them each of the N episodes has.
+
+        The result is a pair: int64 `[N]` positions in the list, and the list of schemas.
+        """
         position_of: dict[Schema, int] = {}
         positions = [
             position_of.setdefault(info.schema, len(position_of)) for info in self.episodes
@@ -140,7 +143,7 @@ class EpisodeSource(ABC):
         return None
 
     def rounded(self, number: int) -> dict[str, tuple[int, int]]:
-        """Return the fields of an episode in which earlier reads rounded integers to floats.
+        """Return the fields whose integers lost precision when they were read as floats.
 
         Returns:
             Maps fields to (number of changed values, largest difference).

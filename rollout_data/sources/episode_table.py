@@ -23,7 +23,7 @@ COLUMNS = ("id", "env", "length", "return", "ends", "success", "task", "time", "
 
 
 def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
-    """Build one column of the episode table, see `as_table`.
+    """Build one column of the episode table from the descriptions of episodes.
 
     No rows are read, so the column "return" (sum of rewards) is NaN.
     """

@@ -16,7 +16,7 @@ import numpy as np
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, name_keys, random_keys
 from .processes.process_group import Shard
 
-#: How ranks divide an incomplete last batch, see `rank_batches`.
+#: How ranks divide an incomplete last batch: repeat items, drop the remainder, or divide unevenly.
 Even = Literal["pad", "drop", "none"]
 
 
@@ -34,7 +34,7 @@ class Epoch(NamedTuple):
     purposes: tuple[int, ...] = ()
 
     def with_purpose(self, *purposes: int) -> Epoch:
-        """Return a copy of this epoch whose keys are independent of this epoch's keys."""
+        """Return a copy of this epoch with other keys, for a second, independent random order."""
         return self._replace(purposes=(*self.purposes, *purposes))
 
     @property
@@ -62,10 +62,9 @@ class Epoch(NamedTuple):
 
 
 def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
-    """Return the number of items of an epoch that lie before a position, in reading order.
+    """Return how many items of an epoch come before the position from which to resume.
 
-    The position to resume from is stated by the key of the last item that was read, since the item
-    may have been deleted since.
+    The position is stated as a key, since the item at this position may have been deleted.
 
     Args:
         items: Numbers of the items in the order of the epoch, int64 `[K]`.
@@ -81,7 +80,9 @@ def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
 def rank_batches(
     start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool
 ) -> Int64s:
-    """Return the epoch positions of one rank's K batches, int64 `[K, 2]`: start and stop of each.
+    """Return which positions of the epoch form the K batches of a rank, int64 `[K, 2]`.
+
+    A row contains the start and stop of a batch.
 
     Positions `start:stop` of the epoch are divided into batches over all ranks, and each batch into
     one part per rank.

@@ -117,7 +117,10 @@ class FileScanner(Scanner):
         return keys
 
     def _joined(self) -> JoinedFiles:
-        """Return the selected episodes as rows; report left-out episodes and fields."""
+        """Build a snapshot of the selected episodes, with the fields that they have in common.
+
+        Left-out episodes and fields are reported.
+        """
         chosen = self._chosen()
         infos = [self._files[number].episodes[episode] for number, episode in chosen]
         fit = common_fields([info.schema for info in infos])
@@ -137,11 +140,10 @@ class FileScanner(Scanner):
         )
 
     def _common_texts(self, infos: Sequence[EpisodeInfo], schema: Schema) -> Schema:
-        """Return a schema of the text fields that all episodes have, as int64 fields.
+        """Return the text fields that all episodes have.
 
-        Text fields that only some episodes have are reported and left out.
-
-        Rows contain the id of each text, see `text_id`.
+        The fields have dtype int64, since rows contain an id of each text. Text fields that only
+        some episodes have are reported and left out.
         """
         counts = Counter(name for info in infos for name in info.texts)
         fields: list[Field] = []
@@ -164,7 +166,7 @@ class FileScanner(Scanner):
         return Schema(fields)
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
-        """Report the episodes and fields that `common_fields` left out, and NaN fields."""
+        """Report left-out episodes, left-out fields, and fields whose missing values read as NaN."""
         where = ", ".join(repr(str(path)) for path in self._source.paths)
         for schema, difference in fit.left_out.items():
             names = _named([info.name for info in infos if info.schema == schema])
@@ -202,9 +204,9 @@ def _opened(origin: Origin) -> FileSource:
 
 
 def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path) -> list[int]:
-    """Return the position of each name of `ids` in `names`, in the order of `ids`.
+    """Return the positions of the episodes that a user selected by name, in the order of `ids`.
 
-    If `ids` is None, all positions are returned.
+    If `ids` is None, the positions of all episodes are returned.
 
     Raises:
         UsageError: A name in `ids` belongs to no episode.

@@ -84,7 +84,7 @@ class FileSource(EpisodeSource):
         return None
 
     def checked_some(self, episodes: list[EpisodeInfo], noun: str) -> list[EpisodeInfo]:
-        """Return `episodes` as a list; raise an error if there are none.
+        """Check that a file contains at least one readable episode; return the episodes.
 
         Args:
             episodes: The readable episodes.
@@ -100,7 +100,7 @@ class FileSource(EpisodeSource):
         raise CorruptFileError(f"{str(self.path)!r} contains no {noun}.")
 
     def distrust(self, message: str) -> None:
-        """Raise an error for a file index that contradicts its data.
+        """Raise or report an error, since the index in the file contradicts the data.
 
         With the option `on_bad_index="rebuild"`, the error is only added to `problems`.
 
@@ -114,13 +114,13 @@ class FileSource(EpisodeSource):
         raise CorruptFileError(f"{message} {advice}", kind="counts")
 
     def problem(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
-        """Add an exception to `problems` and return it: data were unreadable or left out."""
+        """Report data that were unreadable or left out. Returns the exception in `problems`."""
         error = DataFileError(message, kind=kind, episode=episode)
         self.problems.append(error)
         return error
 
     def advise(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
-        """Add a remark to `advice` and return it: data look wrong but are read unchanged."""
+        """Report suspicious data that are read unchanged. Returns the remark in `advice`."""
         remark = DataFileError(message, kind=kind, episode=episode)
         self.advice.append(remark)
         return remark

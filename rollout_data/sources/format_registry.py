@@ -1,4 +1,4 @@
-"""Functions of `rollout_data.formats` that this package calls.
+"""Access to the readers of all file formats without import cycles.
 
 The modules of formats import this package. Each function here therefore imports its module when it
 is called.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .file_source import FileSource
     from .scanner import Scanner
 
-#: Module that knows all formats. `detect` and others call its functions of the same names.
+#: Module with the list of all formats, which is imported at the first call.
 _FORMATS = "rollout_data.formats.registry"
 #: Modules of trajectory folders, the earlier format of this library: the scanner and file names.
 _TRAJECTORY_FOLDERS = "rollout_data.formats.trajectory_folders.trajectory_folder_scanner"

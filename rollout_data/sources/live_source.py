@@ -37,7 +37,7 @@ from .rows.row_source import RowSource
 from .rows.unmapped_rows import BlockFiles
 from .scanner import BlocksInUse, Scanner
 
-#: Pairs of unreadable trajectories (int64 numbers) and the error that they have in common.
+#: Unreadable trajectories: pairs of trajectory numbers, int64, and the error of reading them.
 Losses = list[tuple[Int64s, DataFileError]]
 
 
@@ -64,7 +64,7 @@ class LiveSource(Origins):
         self._scanner: Scanner | None = None
         self._has_compared = False
         self.is_awaited = is_awaited
-        #: The error if a folder was missing at the last scan and `is_awaited`; otherwise None.
+        #: The error of the last scan, if a folder was missing that may be created later; or None.
         self.missing: MissingFolderError | None = None
         try:
             self._create_scanner(_common_scanner(self.origins))
@@ -140,7 +140,7 @@ class LiveSource(Origins):
         return self._scanner.snapshot(upto)
 
     def listing(self) -> Any:
-        """Return the result of the last scan, which another process passes to `adopt`.
+        """Return the result of the last scan, which other processes use instead of scanning.
 
         If nothing changed, the same object is returned.
         """
@@ -184,7 +184,7 @@ class LiveSource(Origins):
         self.report(problem)
 
     def note_missing(self, keys: Iterable[tuple[str, int]]) -> list[LostBlockError]:
-        """Count and report missing trajectories. Return the errors of those not reported before.
+        """Count and report trajectories that no longer exist; return an error for each new one.
 
         Args:
             keys: (writer, number) of trajectories that a saved state of playback names, but that
@@ -279,7 +279,9 @@ class LiveSource(Origins):
     def note_loss(
         self, snapshot: RowSource, keys: Sequence[tuple[str, int]], problem: DataFileError
     ) -> None:
-        """Mark and report trajectories that another process could not read, unless marked before.
+        """Mark and report trajectories that another process could not read.
+
+        Trajectories that are already marked are ignored.
 
         Args:
             snapshot: The snapshot in which to mark the trajectories.
@@ -297,7 +299,10 @@ class LiveSource(Origins):
 
 
 def _damage(snapshot: RowSource, trajectory: int) -> DataFileError | None:
-    """Read an entire trajectory; return the error, or None if it is readable or marked already."""
+    """Read an entire trajectory to check it; return the error if it is damaged, otherwise None.
+
+    The result is None, too, if the trajectory is already marked as lost.
+    """
     if snapshot.is_lost[trajectory]:
         return None
     try:

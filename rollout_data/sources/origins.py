@@ -22,7 +22,7 @@ from .rows.chunk_decoder import CHUNK_CACHE_BYTES
 
 #: Maximum length of the lists of problems and advice; older entries are dropped.
 MAX_PROBLEMS = 1000
-#: Maximum number of hashes of reported problems, which are kept to report each problem once.
+#: Maximum number of problems that are remembered so that each is reported only once.
 _MAX_REPORTED = 100_000
 #: Keys in metadata for the control mode of actions and the order of quaternion elements.
 MODE_KEY = "control_mode"
@@ -69,7 +69,7 @@ class Origins:
         self.num_problems = 0
         self.num_vanished_blocks = 0
         self.num_lost_trajectories = 0
-        #: Trajectories of deleted blocks that are already counted as lost: (writer name, number).
+        #: (writer name, number) of each trajectory that was counted as lost with a deleted block.
         self._lost_with_blocks = set[tuple[str, int]]()
         self._reported: dict[int, None] = {}
         #: Deleted blocks that were counted, so that each is counted once.
@@ -102,7 +102,7 @@ class Origins:
         return True
 
     def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
-        """Count each deleted block once.
+        """Count deleted blocks, without blocks that were counted before.
 
         A block in `present` exists again. If it is deleted later, it counts again.
         """
@@ -133,7 +133,7 @@ def conventions(contexts: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
 
 
 def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
-    """Build a remark for several control modes, and one for several quaternion orders.
+    """Return remarks if the folders state different control modes or quaternion orders.
 
     An unknown quaternion order counts as different from a known order.
     """

@@ -43,7 +43,7 @@ class Scanner(ABC):
 
     @abstractmethod
     def __init__(self, source: Origins) -> None:
-        """List the files of `source`."""
+        """List the files or folders of a dataset."""
 
     @staticmethod
     @abstractmethod
@@ -66,25 +66,26 @@ class Scanner(ABC):
 
     @abstractmethod
     def snapshot(self, upto: Mapping[str, int] | None = None) -> RowSource:
-        """Return a snapshot of the episodes of the last scan; see `LiveSource.snapshot`."""
+        """Return a snapshot of the episodes that the last scan found."""
 
     @abstractmethod
     def listing(self) -> Any:
-        """Return the result of the last scan for other processes: (scanner class, *plain data).
+        """Return the result of the last scan, to send it to other processes.
 
+        The result is a tuple of the scanner class and data that can be pickled.
         If nothing changed, the same object is returned.
         """
 
     @abstractmethod
     def adopt(self, listing: Any, spot: Spot | None) -> bool:
-        """Use the result of another process's scan; see `LiveSource.adopt`."""
+        """Use the result of another process's scan; return whether it was used."""
 
     def shared(self, source: RowSource) -> Spot | None:
         """Copy a snapshot's index into shared memory; return its location, None if unsupported."""
         return None
 
     def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (optional for subclasses)
-        """Close deleted files, except blocks that `in_use` returns.
+        """Close deleted files, except the files of blocks that are still being read.
 
         Formats that keep no file open do nothing.
         """
@@ -132,7 +133,7 @@ class Choice:
         return self._numbers is None and self.header_of is None
 
     def of(self, blocks: Iterable[Block]) -> list[Block]:
-        """Return the blocks, reduced to the selected trajectories, without empty blocks.
+        """Return the blocks with only the selected trajectories; blocks without any are left out.
 
         Repeated calls return the same object for the same block.
         """
@@ -166,8 +167,9 @@ class Choice:
 
 
 def _annotated_ends(block: Block, header_of: Callable[[Block], BlockHeader]) -> dict[int, Any]:
-    """Map the numbers of trajectories in a block to the ends that annotations state.
+    """Read from the annotations of a block how its trajectories ended.
 
+    The result maps trajectory numbers to ends.
     The end is None for annotations without an end. If an annotation is damaged, the end of the
     trajectories without a readable annotation is `UNKNOWN`.
     """

@@ -54,7 +54,7 @@ class VideoRange:
         return about
 
     def false_statements(self) -> list[str]:
-        """Return a text for each property in the description that differs from the file.
+        """Compare the description of a camera with the video file; return a text per difference.
 
         A text names the property, the actual value and the value in the description.
         """

@@ -14,7 +14,7 @@ from ...blocks.block import Block
 
 
 class ListingMessages:
-    """Converts results of `LiveSource.listing` to short messages, and messages to listings.
+    """Converter between folder listings and short messages, which contain only the changes.
 
     Attributes:
         last: The last received listing.
@@ -26,7 +26,7 @@ class ListingMessages:
         self._sent_listing: Any = None
 
     def shorten(self, listing: Any) -> Any:
-        """Convert a listing to a message for `restore`; None if nothing has changed.
+        """Convert a listing to a short message to another process; None if nothing has changed.
 
         Listings of other formats than block files are sent unchanged.
         """
@@ -58,7 +58,7 @@ class ListingMessages:
         return self.last
 
     def _is_like_last(self, listing: Any) -> bool:
-        """Return whether the listing and the last listing are both listings of block files."""
+        """Return whether a listing can be sent as changes, since the last one has the same format."""
         return (
             self.last is not None
             and listing[0] is self.last[0]
@@ -66,7 +66,7 @@ class ListingMessages:
         )
 
     def _ranges(self, blocks: Any) -> list[Any]:
-        """Replace blocks that the last listing contains by ranges (start, stop) of positions."""
+        """Shorten a list of blocks: known blocks become ranges of positions in the last listing."""
         number_of = {_identity(*placed): number for number, placed in enumerate(self.last[3])}
         parts: list[Any] = []
         for placed in blocks:

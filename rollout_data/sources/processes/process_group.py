@@ -81,7 +81,7 @@ def checked_shard(value: Any) -> Shard | None:
 
 
 def current_shard(chosen: Shard | None = None) -> Shard:
-    """Return `chosen`; if it is None, return the shard of this rank in torch.distributed."""
+    """Return the shard that the user chose; None selects the shard of this rank."""
     if chosen is not None:
         return chosen
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -101,7 +101,11 @@ def is_in_worker() -> bool:
 
 
 def refuse_second_split() -> None:
-    """Raise `UsageError` if accelerate splits the batches between ranks, as the dataset does."""
+    """Check that accelerate does not divide the batches of this dataset a second time.
+
+    Raises:
+        UsageError: Both accelerate and the dataset divide the batches between the ranks.
+    """
     state = sys.modules.get("accelerate.state")
     loader = state.GradientState().active_dataloader if state is not None else None
     kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
@@ -113,12 +117,12 @@ def refuse_second_split() -> None:
 
 
 def alone(number: int | str, scan: ScanFolders) -> Any:
-    """Return the result of `scan` in this process: the `Agree` function without other processes."""
+    """Scan the folders in this process only, without synchronization; return the result."""
     return scan()
 
 
 def agreement_of(shard: Shard) -> Agree:
-    """Return the function that synchronizes folder scans with other ranks, outside of workers."""
+    """Return the function with which this rank shares folder scans with the other ranks."""
     return _among_ranks if shard.total > 1 and shard == current_shard() else alone
 
 
@@ -132,7 +136,10 @@ def _among_ranks(number: int | str, scan: ScanFolders) -> Any:
 
 
 def _outcome(scan: ScanFolders) -> tuple[Any, RolloutDataError | None]:
-    """Scan; return (result, error). The error is not raised, so that other processes receive it."""
+    """Scan the folders; return a pair (result, error).
+
+    The error is not raised, so that other processes receive it, too.
+    """
     try:
         return scan(), None
     except RolloutDataError as problem:
@@ -146,7 +153,7 @@ def _outcome(scan: ScanFolders) -> tuple[Any, RolloutDataError | None]:
 
 
 def _result(outcome: Any) -> Any:
-    """Return the result in a pair (result, error) from `_outcome`, or raise the error."""
+    """Return the result of a scan that one process made for all, or raise its error."""
     result, problem = outcome
     if problem is not None:
         raise problem
@@ -163,19 +170,22 @@ class Board:
 
     def __init__(self, sent: Any = None) -> None:
         self._file = _unnamed_file() if sent is None else sent.detach()
-        #: Maps names to the file offset and size of their last message that this process has seen.
+        #: Maps the name of each known message to its byte offset in the file and its size.
         self._places: dict[str, tuple[int, int]] = {}
         self._stop = 0
         weakref.finalize(self, os.close, self._file).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the file descriptor for worker processes; any other copy is a new, empty board."""
+        """Pickle this object so that worker processes share it. Other copies are new and empty."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
         return Board, (DupFd(self._file),) if is_for_worker else ()
 
     @contextmanager
     def _locked(self, which: int) -> Iterator[None]:
-        """Lock byte `which` of the file during the block. A lock ends with its process."""
+        """Hold a lock between processes during the `with` block: byte `which` of the file.
+
+        If the process ends, the system releases the lock.
+        """
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, which)
         try:
             yield
@@ -220,7 +230,7 @@ class Board:
         return True
 
     def end(self) -> None:
-        """Make workers that wait in `agree` raise `EOFError`, since no more batches are read."""
+        """Stop workers that still wait for a scan result: their call raises `EOFError`."""
         self.write(_ENDED, True)
 
     def agree(

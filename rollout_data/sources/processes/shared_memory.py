@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-#: Where to find shared memory: id of a process that has it open, the file descriptor in that
-#: process, and the first bytes of the memory, to recognize it.
+#: Location of shared memory: id of a process that has opened it, the file descriptor in that process,
+#: and the first bytes of the memory, with which a reader recognizes it.
 Spot = tuple[int, int, bytes]
 _NAME = "rollout_data"
 _TOKEN_BYTES = 16
@@ -59,7 +59,7 @@ class SharedMemory:
 def _open_spot(spot: Spot) -> int:
     process, descriptor, _ = spot
     name = f"/proc/{process}/fd/{descriptor}"
-    # A spot from another machine may name any file here, and opening a pipe would block.
+    # A location from another machine may name any file here, and opening a pipe would block.
     if _NAME not in os.readlink(name):
         raise FileNotFoundError(f"{name} is not shared memory")
     return os.open(name, os.O_RDWR)

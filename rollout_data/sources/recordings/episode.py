@@ -45,7 +45,7 @@ class Fields(dict[str, Any]):
         return super().__contains__(name) or (isinstance(name, str) and self.get(name) is not None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return `fields[name]`, which may be a prefix, or `default` if there is no such field."""
+        """Return a field, or all fields below a prefix; `default` if there is no such field."""
         try:
             return self[name]
         except KeyError:
@@ -194,7 +194,10 @@ class Episode:
 
 
 def joined(name: str, values: dict[str, Any]) -> Any:
-    """Return the field `name`, or the fields below it as `Fields` without the prefix, or None."""
+    """Return a single field, or several fields below `name` as `Fields` without this prefix.
+
+    The result is None if `values` is empty.
+    """
     if name in values or not values:
         return values.get(name)
     return Fields({field[len(name) + 1 :]: value for field, value in values.items()})

@@ -185,7 +185,7 @@ def _portions(
     )
     for start in range(0, int(stops[-1]), size):
         stop = min(start + size, int(stops[-1]))
-        # Places (in `trajectories`) of the trajectories with rows in `start:stop`.
+        # Positions in `trajectories` of the trajectories that contain the rows `start:stop`.
         low, high = np.searchsorted(stops, [start, stop - 1], side="right")
         places = np.arange(low, high + 1)
         places = places[lengths[places] > 0]
@@ -268,7 +268,10 @@ class _Summary:
 
 
 def _channels(shape: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
-    """Return the axis whose elements have separate statistics, or None; and the result's shape."""
+    """Return the axis of channels, whose elements get separate statistics, and the result's shape.
+
+    The axis is None if all elements of a field have common statistics.
+    """
     if len(shape) <= 1:
         return (0 if shape else None), shape
     axis = next((axis for axis in (2, 0) if len(shape) == 3 and shape[axis] <= _MAX_CHANNELS), None)
@@ -276,7 +279,7 @@ def _channels(shape: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
 
 
 def _columns(values: Array, axis: int | None) -> Array:
-    """Reshape values `[n, *shape]` to `[rows, columns]`, one column per element of `axis`."""
+    """Reshape values `[n, *shape]` to `[rows, columns]`, one column per channel."""
     if axis is None:
         return values.reshape(-1, 1)
     return np.moveaxis(values, 1 + axis, -1).reshape(-1, values.shape[1 + axis])
@@ -404,10 +407,10 @@ class QuantileSketch:
                 self._num_filled = 0
 
     def _carry(self, rows: Array) -> None:
-        """Add a sorted buffer to level 0.
+        """Add a sorted buffer to the sketch.
 
-        If a level already has a buffer, both are merged and halved, and the result is added to the
-        next level.
+        Each level stores at most one buffer. If level 0 has a buffer, both are merged and halved,
+        and the result is added to the next level in the same way.
         """
         for level, other in enumerate(self._levels):
             if other is None:

@@ -18,7 +18,8 @@ from ..live_source import LiveSource, scanner_of
 from ..rows.row_source import RowSource
 from .recordings_in_folder import check_single
 
-#: Key in the metadata of a converted episode for its name in the original data.
+#: Key in the metadata of a converted episode. Its value is the name of the episode in the original
+#: data.
 SOURCE_ID = "id"
 #: Maximum number of scans. A scan is repeated if an edit is replaced while it is read.
 _MAX_SCANS = 100
@@ -48,7 +49,7 @@ def open_episodes(origin: Origin) -> EpisodeSource:
 
 
 def _open_folder(origin: Origin) -> RowSource:
-    """Open a folder by a scan of its files, repeated if an edit was replaced meanwhile."""
+    """Scan a folder and open its episodes. The scan is repeated if an edit was replaced meanwhile."""
     live = LiveSource(origin)
     for _ in range(_MAX_SCANS):
         live.refresh()
@@ -70,7 +71,7 @@ def _open_folder(origin: Origin) -> RowSource:
 
 
 def _open_again(origin: Origin, listing: Any, *known: Any) -> RowSource:
-    """Open a folder with the listing of an earlier scan, to unpickle a source."""
+    """Open a folder again without a scan, to unpickle its source from an earlier listing."""
     live = LiveSource(origin)
     live.adopt(listing)
     return _described(live.snapshot(), origin, listing, *known)
@@ -84,7 +85,7 @@ def _described(
     problems: list[RolloutDataError],
     advice: list[RolloutDataError],
 ) -> RowSource:
-    """Complete a snapshot of a folder so that it can be the source of a recording; return it.
+    """Add to a snapshot of a folder all that a recording needs; return the snapshot.
 
     This sets its path, format, metadata and problems, and the function that unpickles it.
     """

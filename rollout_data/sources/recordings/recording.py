@@ -38,11 +38,11 @@ from .field_statistics import FieldStatistics, compute_statistics
 from .open_episodes import open_episodes
 
 _NUM_SHOWN = 5
-#: Approximate bytes of frames per read of rewards. Small fields are stored in the same rows as the
-#: rewards and are read with them.
+#: Approximate bytes of frames that are read at a time to sum rewards. Small fields are stored in the
+#: same rows as the rewards, so they are read, too.
 _REWARD_BYTES = 16 << 20
-#: Minimum number of steps per read of rewards. Large fields add to the bytes of a frame, but are
-#: stored in other rows and are not read.
+#: Minimum number of steps that are read at a time to sum rewards. The size of a frame alone would give
+#: too small reads, since it includes large fields, which are stored elsewhere and are not read.
 _NUM_REWARDS = 1 << 12
 
 
@@ -78,7 +78,7 @@ class Recording(Sequence[Episode]):
     @cached_property
     def _numbers(self) -> Int64s:
         if self._origin.ids is None:
-            # The column of lengths is cheap; a million names take half a second to build.
+            # Count the lengths, since a million episode names take half a second to build.
             return np.arange(len(self._source.column("length")))
         names = self._source.column("id").tolist()
         return np.array(chosen_episodes(names, self._origin.ids, self.path), np.int64)
@@ -166,7 +166,7 @@ class Recording(Sequence[Episode]):
 
     @cached_property
     def descriptions(self) -> np.ndarray[Any, Any]:
-        """`table` without reading rows, so returns are NaN."""
+        """Table of the episodes like `table`, but without sums of rewards, which need rows."""
         return as_table(self.column)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:

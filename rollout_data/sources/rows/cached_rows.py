@@ -122,7 +122,7 @@ class CachedRows(RowSource):
         return cls(source, shared.trajectories, torch.device("cpu"), memory=memory)
 
     def shared(self) -> SharedRows | None:
-        """Move the rows to shared memory and describe it for `mapped` in other processes.
+        """Move the cached rows to shared memory, so that other processes can map them.
 
         Returns:
             The description; None if shared memory cannot be created.
@@ -198,7 +198,7 @@ def _check_room(needed_bytes: int) -> None:
 
 
 def _content(index: TrajectoryIndex) -> int:
-    """Compute a checksum of the names, lengths and final rows of all trajectories in an index."""
+    """Compute a checksum that shows whether two indexes contain the same trajectories."""
     columns = np.stack([index.first_frame[1:], index.number, index.writer, index.final_row])
     return crc32(repr(index.writers).encode() + columns.tobytes())
 

@@ -54,7 +54,8 @@ class ChunkFiles:
         self._num_files = 0
         #: First row of each of the C chunks, then the total number of rows, int64 `[C + 1]`.
         self._rows = np.zeros(1, np.int64)
-        #: For each chunk: file number, first and stop byte in `mapped`, checksum; int64 `[4, C]`.
+        #: File number, first and stop byte in the mapped memory, and checksum of each of the C
+        #: chunks, int64 `[4, C]`.
         self._spots = np.zeros((4, 0), np.int64)
 
     def add(self, header: BlockHeader, first_byte: int) -> int:
@@ -82,13 +83,13 @@ class ChunkFiles:
             return
         del self._files[int(self._spots[0, np.searchsorted(self._rows, first)])]
         is_kept = np.isin(self._spots[0], list(self._files))
-        # The entry after a kept chunk is kept too, since its first row is the end of that chunk.
+        # Also keep the entry after each kept chunk, since it marks where the rows of the chunk end.
         is_kept[1:] |= is_kept[:-1]
         self._rows = self._rows[np.append(is_kept, True)]
         self._spots = self._spots[:, is_kept]
 
     def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:
-        """Decode R runs of rows into `out`.
+        """Copy R runs of rows to `out`. Their chunks are decoded, or found in the cache.
 
         Args:
             first: First row of each run, counted over all added blocks as in `add`, int64 `[R]`.
@@ -164,7 +165,7 @@ class ChunkFiles:
             target[:] = rows[low : low + len(target)]
 
     def _decode(self, chunk: int, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Check the checksum of a chunk and decode it to `out`; None decodes to new memory."""
+        """Verify and decode a chunk. The rows are written to `out`, or to new memory."""
         number, start, stop, checksum = self._spots[:, chunk].tolist()
         path, table = self._files[number]
         data = self._mapped.bytes_view[start:stop]

@@ -51,7 +51,7 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         return
     num_windows = windows.shape[0]
     is_cpu = words.device.type == "cpu"
-    if is_cpu and len(first) == num_windows:  # Each window is one run.
+    if is_cpu and len(first) == num_windows:  # Each window is a single run of rows.
         _copy_pieces(words, first, length, windows)
         return
     num_rows = num_windows * length
@@ -61,7 +61,7 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         return
 
     size = _piece_size(runs.target, length, num_rows, 4 * words.shape[1])
-    begin = -(-runs.target // size)  # First piece that starts in or after each run.
+    begin = -(-runs.target // size)  # Number of the first piece that starts in or after each run.
     shift = first - runs.target  # Row in `words` minus row in `out`.
     num_begun = np.concatenate((begin[1:], [num_rows // size])) - begin
     starts = np.repeat(shift, num_begun) + np.arange(0, num_rows, size)
@@ -100,7 +100,7 @@ def _copy_pieces(words: torch.Tensor, starts: Int64s, size: int, windows: torch.
 
 
 def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: torch.Tensor) -> None:
-    """Copy row `numbers[i]` of `words` to row `place[i]` of the windows, for each i.
+    """Copy single rows: row `numbers[i]` of `words` to row `place[i]` of the windows.
 
     The rows of all windows are counted together. On the CPU, numpy writes the rows in a quarter of
     torch's time.
@@ -121,7 +121,7 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
 
 
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
-    """Return the number of rows per piece: the divisor of `length` with the lowest copy cost.
+    """Return how many rows to copy at once: the divisor of `length` with the lowest cost.
 
     Large pieces are copied at the speed of memcpy. However, the larger the pieces, the more of them
     contain rows of several runs. These are copied again row by row.

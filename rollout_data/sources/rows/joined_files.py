@@ -33,7 +33,8 @@ from ..file_source import FileSource
 from .row_source import GONE, Place
 from .unmapped_rows import UnmappedRows
 
-#: Approximate bytes of small fields per block of an episode, which is read at once.
+#: Approximate bytes of the small fields in a block. A block is a part of an episode that is read at
+#: once.
 _PIECE_BYTES = 4 << 20
 #: Size in bytes of the cache of small fields.
 _CACHE_BYTES = 512 << 20
@@ -134,7 +135,7 @@ class JoinedFiles(UnmappedRows):
         for name in names:
             try:
                 file.read(episode, name, step, step + 1)
-            except DataFileError:  # This field is damaged, so its file is the wanted one.
+            except DataFileError:  # This field is damaged, so errors name its file.
                 return file.file_of(episode, name, step)
         return file.file_of(episode, names[0], step) if names else file.path
 
@@ -147,7 +148,7 @@ def _pieces(
     num_rows: int,
     finals: Sequence[str],
 ) -> list[Block]:
-    """Divide an episode into blocks of at most `num_rows` steps.
+    """Divide an episode into blocks that are read and cached separately.
 
     Args:
         file: The file.
@@ -207,7 +208,7 @@ def _checked(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> An
 def _read_texts(
     files: Sequence[FileSource], keys: Sequence[EpisodeKey], names: Sequence[str]
 ) -> set[str]:
-    """Return all distinct texts of the fields `names`, without unreadable episodes."""
+    """Read all distinct texts in these text fields. Unreadable episodes are left out."""
     texts: set[str] = set()
     for number, episode in keys if names else ():
         file = files[number]

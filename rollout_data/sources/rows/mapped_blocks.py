@@ -20,11 +20,11 @@ from .gather_rows import gather
 from .mapped_files import PAGE_BYTES, Arena
 from .row_source import Place, Rows, RowSource
 
-#: Place of the arena with entire block files, as rows of one byte. Chunks are decoded from it.
+#: Key of the address range that contains entire block files, from which chunks are decoded.
 _WHOLE = ("", "")
 #: Maximum number of mappings; the kernel allows 65,530 per process by default.
 _MAX_MAPPINGS = 50_000
-#: Bytes of rows that are read only once, after which their mapped pages are released.
+#: Number of bytes after which the mapped pages of rows that are read only once are released.
 _MAX_READ_ONCE_BYTES = 64 << 20
 #: Bytes that the kernel maps around a row at a page fault.
 _MAPPED_AROUND_BYTES = 64 << 10
@@ -32,7 +32,7 @@ _MAPPED_AROUND_BYTES = 64 << 10
 _NUM_ADVISERS = 4
 #: Maximum number of runs for which a single thread requests pages.
 _FEW_RUNS = 8
-#: Number of evenly spaced runs that are checked first. If all are in memory, nothing is requested.
+#: Number of runs to check before prefetching. If all are in memory, no prefetch is needed.
 _NUM_PROBES = 16
 
 
@@ -91,11 +91,11 @@ class FileMap:
         return 1 if place == _WHOLE else self.layouts[place[0]].columns[place[1]].row_bytes
 
     def _at(self, block: Block, place: Place) -> tuple[int, int]:
-        """Return byte offset in the file and number of rows of a block's column `place`."""
+        """Return where a column starts in the file of a block, in bytes, and its number of rows."""
         return (0, block.file_bytes) if place == _WHOLE else block.places[place]
 
     def _size(self, place: Place, blocks: Sequence[Block]) -> int:
-        """Return the maximum address space in bytes for a column of blocks, with alignment gaps."""
+        """Return how much address space in bytes one column of these blocks needs at most."""
         row_bytes = self._row_bytes(place)
         return sum(
             self._at(block, place)[1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES
@@ -203,7 +203,10 @@ class MappedBlocks(RowSource):
 
 
 def _advise(files: Arena | ChunkFiles, first: Int64s, num_rows: Int64s) -> None:
-    """Request that the kernel reads runs of rows from disk, except rows that are in memory."""
+    """Prefetch runs of rows: request that the kernel reads them from disk in the background.
+
+    Runs that are already in memory are left out.
+    """
     if isinstance(files, Arena):
         # Check the middle of each run, since its first and last page also contain other rows.
         middle = (first + num_rows // 2).tolist()

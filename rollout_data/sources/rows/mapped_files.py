@@ -176,7 +176,7 @@ class Arena:
         return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
 
     def _pages(self, first_row: int, num_rows: int) -> tuple[int, int]:
-        """Return the address of the first page of some rows, and the bytes from it to their end."""
+        """Return address and size in bytes of the memory pages that contain these rows."""
         start = self._base + first_row * self.row_bytes
         inner = start % PAGE_BYTES
         return start - inner, inner + num_rows * self.row_bytes
@@ -199,7 +199,8 @@ class Arena:
                 f"Rows of {self.row_bytes} bytes that start at byte {inner} of a page cannot be "
                 "aligned with the rows of other files."
             )
-        # Skip the lowest number of pages whose bytes equal `missing`, modulo the row size.
+        # Skip pages until the rows are aligned: the bytes of the skipped pages must equal `missing`,
+        # modulo the row size.
         num_units = self.row_bytes // unit
         pages_per_unit = pow(PAGE_BYTES // unit, -1, num_units)
         num_pages = missing // unit * pages_per_unit % num_units

@@ -32,14 +32,15 @@ from ...remote.remote_folder import RemoteFolder
 from .gather_rows import gather
 from .row_source import GONE, FetchedRows, Place, Rows, RowSource
 
-#: Upper bound of the number of rows of a block. A row has the number block * _ROWS + row.
+#: Exclusive upper limit of the rows of a block. The rows of all blocks are numbered block * _ROWS +
+#: row.
 _ROWS = 1 << 40
 #: Maximum gap between rows that share a request, as a fraction of `chunk_bytes`. Fetching a smaller
 #: gap costs less than another request.
 _GAP = 1 / 32
 #: Bytes per request for final observations.
 _FINAL_BYTES = 64 << 10
-#: Maximum number of cached stocks, in addition to those of callers. Each read searches all.
+#: Maximum number of cached groups of fetched rows. It is small, since each read searches all groups.
 _MAX_STOCKS = 64
 
 
@@ -76,7 +77,7 @@ class Stock(FetchedRows):
         self.words = source.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
         self.is_lost = False
         self._requests: list[tuple[int, Request]] = []
-        #: Rows to compare with checksums: (block, first row, rows).
+        #: Fetched rows that are not yet compared with checksums: (block, first row, rows).
         self._passing: list[tuple[int, int, torch.Tensor]] = []
         extents = zip(self._first.tolist(), counts.tolist(), self._base.tolist(), strict=True)
         for start, count, base in extents:
@@ -109,7 +110,7 @@ class Stock(FetchedRows):
         return self.words.numel() * self.words.element_size()
 
     def copy(self, runs: Runs, length: int, out: torch.Tensor) -> Runs:
-        """Copy the rows that this stock contains to `out`; return the runs of all other rows.
+        """Copy all requested rows that this stock contains to `out`; return the remaining runs.
 
         The arguments are as in `gather`.
         """
@@ -180,8 +181,8 @@ class RemoteBlocks(RowSource):
         )
         self.options = folders[0].files.options
         self.memory = BufferPool(8)
-        #: Weak references to the stocks of callers. Changed by assigning a new tuple, since several
-        #: threads read it.
+        #: Weak references to rows that callers have fetched. The tuple is replaced, not changed,
+        #: since several threads read it.
         self._fetched: tuple[weakref.ref[Stock], ...] = ()
         self._kept: deque[Stock] = deque(maxlen=_MAX_STOCKS)
         self._tables: dict[tuple[int, Place], ChunkTable] = {}
@@ -190,7 +191,7 @@ class RemoteBlocks(RowSource):
 
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         left = runs
-        for _ in range(2):  # The remaining rows of a run may be in a stock searched earlier.
+        for _ in range(2):  # Repeat, since the second part of a run may be in an earlier stock.
             for stock in [*[known() for known in self._fetched], *reversed(self._kept)]:
                 if stock is not None and stock.place == place and len(left.row):
                     left = stock.copy(left, length if left is runs else 0, out)
@@ -280,7 +281,9 @@ class RemoteBlocks(RowSource):
             self._folders[self.index.blocks[block].path.parent].files.fetcher.wait(request)
 
     def compare(self, place: Place, block: int, row: int, words: torch.Tensor) -> None:
-        """Add fetched rows, from `row` on, to the checksums of fragments; check complete fragments.
+        """Check fetched rows against the checksums of the fragments to which they belong.
+
+        A checksum is compared as soon as all rows of the fragment have arrived.
 
         Nothing is done for blocks with a checksum file, since their bytes are checked on arrival.
 
@@ -345,7 +348,7 @@ class RemoteBlocks(RowSource):
             self._kept.popleft()
 
     def _portions(self, place: Place, runs: Runs) -> Iterator[Runs]:
-        """Divide runs into groups that fit into the cache; a larger run forms its own group."""
+        """Divide runs of rows into groups that fit into the cache. A large run is its own group."""
         size = runs.num_rows * self.layouts[place[0]].columns[place[1]].row_bytes
         number = np.cumsum(size) // (self.options.kept_bytes // 2)
         for cut in (
@@ -412,7 +415,10 @@ class FragmentRows:
             self._check(number, crc32(np.ascontiguousarray(part)))
 
     def take(self, row: int, rows: np.ndarray) -> None:
-        """Add rows (uint8 `[n, row_bytes]`), from `row` on, to the checksums of their fragments.
+        """Continue the checksums of fragments with the next rows, uint8 `[n, row_bytes]`.
+
+        `row` is the number of the first of these rows. A checksum is compared at the end of its
+        fragment.
 
         Rows that were added before, or are not the next expected rows, are ignored.
 

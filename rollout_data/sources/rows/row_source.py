@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class FetchedRows:
-    """Rows that a source keeps in memory until `drop`; a base for sources that fetch rows."""
+    """Prefetched rows, which a source keeps in memory until the caller drops them."""
 
     def drop(self) -> None:
         """Release the rows, and cancel their fetching."""
@@ -89,7 +89,7 @@ class RowSource(EpisodeSource):
             snapshots of a stream.
     """
 
-    #: Whether the rows are in block files on this machine, whose checksums `damaged` checks.
+    #: Whether the rows are in block files on this machine, so that their checksums can be checked.
     has_local_blocks = False
 
     def __init__(
@@ -159,7 +159,7 @@ class RowSource(EpisodeSource):
         position_of_names: dict[tuple[str, ...], int] = {}
         absent = [tuple(names or ()) for names in noted]
         for names in dict.fromkeys(absent):
-            # Some of the names, such as end flags, are not in the schema.
+            # The schema does not contain all absent fields, for example no end flags.
             schema = _without(self.numeric_fields, names)
             position_of_names[names] = position_of.setdefault(schema, len(position_of))
         return np.array([position_of_names[names] for names in absent], np.int64), list(position_of)
@@ -187,7 +187,7 @@ class RowSource(EpisodeSource):
                 if isinstance(value, bool):
                     success[number] = value
             return success
-        # The metadata of a converted episode state its original values, which take precedence.
+        # Use the metadata first: those of a converted episode contain its original values.
         stored = {"env": index.env.astype(np.int64), "writer": writer, "time": index.end_time_ns}
         values = stored.get(name, np.full(len(index), ""))
         value_type = str if values.dtype.kind == "U" else int
@@ -202,7 +202,7 @@ class RowSource(EpisodeSource):
 
     @cached_property
     def _noted(self) -> dict[str, list[Any]] | None:
-        """Metadata in annotations that appear in the episode table.
+        """Columns of the episode table that are read from annotations.
 
         The dict maps each key to a list with one value per episode. The property is None if an
         annotation is damaged.
@@ -397,7 +397,7 @@ class RowSource(EpisodeSource):
         return FetchedRows()
 
     def storage_order(self, episodes: Int64s) -> Int64s:
-        """Return positions in `episodes`, in the order of their first frames in the files."""
+        """Return the order in which to read episodes: positions sorted by their place in the files."""
         first = self.index.first_fragment[episodes]
         order: Int64s = np.lexsort(
             (self.index.fragment_row[first], self.index.fragment_block[first])
@@ -419,7 +419,7 @@ class RowSource(EpisodeSource):
         """Count bytes of rows that are not read again, so that mapped memory can be released."""
 
     def locate(self, rows: Rows) -> Runs:
-        """Convert ranges of frames to runs of rows in blocks, see `TrajectoryIndex.locate`."""
+        """Convert ranges of frames to runs of rows in blocks."""
         return self.index.locate(*rows)
 
     def locate_finals(self, episodes: Int64s) -> Runs:
@@ -430,7 +430,7 @@ class RowSource(EpisodeSource):
 
     @abstractmethod
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        """Copy runs of rows of one column to `out`, see `read_rows`."""
+        """Copy runs of rows of one column to `out`."""
 
     def _file_of(self, block: Block, place: Place, row: int) -> Path:
         return block.path

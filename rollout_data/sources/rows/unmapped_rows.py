@@ -19,8 +19,8 @@ from ...blocks.trajectory_index import LostBlockError, Runs, TrajectoryIndex
 from .chunk_decoder import CHUNK_CACHE_BYTES, row_cache
 from .row_source import GONE, Place, RowSource
 
-#: Number of rows of a large damaged block that are read as a sample. If none can be read, the other
-#: rows are not tried.
+#: Number of rows to try in a large damaged block. If none of them is readable, the block counts as
+#: entirely damaged.
 _NUM_SAMPLES = 8
 _MANY_ROWS = 64
 
@@ -42,7 +42,7 @@ class UnmappedRows(RowSource):
         max_group_bytes: Size of the cache of groups of rows, in bytes.
     """
 
-    #: Whether `read_part` can read single rows. The intact rows of a damaged block are read then.
+    #: Whether parts of a block can be read. Then the intact rows of a damaged block are read.
     reads_parts = False
 
     def __init__(
@@ -56,9 +56,9 @@ class UnmappedRows(RowSource):
         super().__init__(index, layouts)
         self._losses = losses
         self._group_sizes: dict[tuple[int, Place], tuple[int | None, int]] = {}
-        #: For damaged blocks with some intact rows: maps (block, place) to errors by row.
+        #: Errors of damaged rows in partly readable blocks. Maps (block, column) to errors by row.
         self._damaged: dict[tuple[int, Place], dict[int, DataFileError]] = {}
-        #: (block, place) of damaged blocks without intact rows.
+        #: (block, column) pairs without any readable row.
         self._broken: set[tuple[int, Place]] = set()
         self._cache = row_cache(max_cached_bytes, keeps_last=True)
         self._cached_groups = row_cache(max_group_bytes)
@@ -96,7 +96,7 @@ class UnmappedRows(RowSource):
                 self._copy_groups(block, place, row, group_rows, first_in_group, target)
 
     def _group_size(self, block: int, place: Place) -> tuple[int | None, int]:
-        """Return the result of `group_of` for a block, cached."""
+        """Return how many rows of a block are decoded together, from a cache."""
         key = block, place
         if key not in self._group_sizes:
             with self._losses_named(block):
@@ -124,7 +124,7 @@ class UnmappedRows(RowSource):
         first_in_group: int,
         out: np.ndarray,
     ) -> None:
-        """Copy `len(out)` rows of a block from row `first` on to `out`, by groups.
+        """Copy rows of a block, from row `first` on, to `out`. They are decoded in groups.
 
         Adjacent groups that are not cached are read together.
         """
@@ -175,7 +175,7 @@ class UnmappedRows(RowSource):
 
     @contextmanager
     def _losses_named(self, block: int) -> Iterator[None]:
-        """Convert errors of reading a block to errors that name the block's trajectories."""
+        """Convert errors that occur while reading a block, so that they name its trajectories."""
         try:
             yield
         except UnansweredError:
@@ -194,7 +194,7 @@ class UnmappedRows(RowSource):
         return self.index.lost_block(block, self._reason(block, cause), is_gone=False)
 
     def _reason(self, block: int, cause: Exception) -> str:
-        """Return a sentence about why a block's file cannot be read; "" if it was removed."""
+        """Return a sentence that explains why a file cannot be read; "" if it was removed."""
         if isinstance(cause, DataFileError):
             return cause.message
         if isinstance(cause, FileNotFoundError):
@@ -216,7 +216,10 @@ class UnmappedRows(RowSource):
         rows = np.zeros((num_rows, self.layouts[DATA].columns[place[1]].row_bytes), np.uint8)
 
         def read(start: int, stop: int) -> bool:
-            """Read rows; after an error, read both halves. Return whether any row was read."""
+            """Read rows `start:stop`, without damaged rows; return whether any row was read.
+
+            After an error, each half is read separately.
+            """
             try:
                 rows[start:stop] = self.read_part(about, place, start, stop)
                 return True
