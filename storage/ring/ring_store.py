@@ -31,7 +31,7 @@ from ..errors import UsageError
 #: Size in bytes from which a leaf is copied by torch, with several threads. numpy copies smaller
 #: leaves with less overhead.
 _MIN_TORCH_BYTES = 256 * 1024
-#: Maximum number of cached plans for copying fields (`Cut`).
+#: Maximum number of cached plans (`Cut`) that list the fields to copy from sampled rows.
 _MAX_CUTS = 8
 
 
@@ -81,8 +81,8 @@ class RingStore:
         columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             columns.update(group.views(base))
-        #: Fields as `[lanes, stride, *event]`. `_slots` and `_arrays` are time-first views of them,
-        #: as tensors and, if numpy supports the dtype, as arrays.
+        #: Memory of each field, `[lanes, stride, *event]`. `_slots` are views of it with time first.
+        #: `_arrays` are these views as numpy arrays, None for dtypes that numpy lacks.
         self._columns = {name: columns[name] for name in schema}
         self._flat_columns = {name: columns[name].flatten(0, 1) for name in schema}
         self._slots = [column.transpose(0, 1) for column in self._columns.values()]
@@ -115,10 +115,10 @@ class RingStore:
         return sum(base.numel() * base.element_size() for base in self._bases)
 
     def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
-        """Return the slots of the next `num_rows` rows to be written, as pairs (slots, rows).
+        """Return the slots for the next `num_rows` rows, as pairs of slices (slots, rows).
 
-        Both items of a pair are slices of equal length. `rows` selects from the new rows; see the
-        function `spans`.
+        `slots` selects slots of the ring, and `rows` selects the new rows to write to them. There
+        are two pairs if the new rows wrap around at the last slot.
         """
         return spans(self.total, num_rows, self.num_slots)
 
@@ -135,7 +135,7 @@ class RingStore:
             parts = leaves if num_written == num_rows else [leaf[rows] for leaf in leaves]
             if not self.is_on_cpu:
                 columns = [column[slots] for column in self._slots]
-                # The caller may change tensors on the host at once, so they are copied first.
+                # Host tensors are copied first: the caller may change them before the transfer.
                 there = sent_together(parts, self.device)
                 torch._foreach_copy_(columns, there, non_blocking=True)
             elif isinstance(parts[0], torch.Tensor):
@@ -166,11 +166,14 @@ class RingStore:
         return place if self.num_lanes == 1 else add_multiple(place, lane, self.stride)
 
     def key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Return the keys of rows, `row_id * num_lanes + lane`: ordered by step, then by lane."""
+        """Return one number per row that identifies it in all lanes: `row_id * num_lanes + lane`.
+
+        Keys are ordered by step, then by lane.
+        """
         return row_id * self.num_lanes + lane
 
     def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and the row ids for keys of rows. This is the inverse of `key`."""
+        """Split keys of rows, as made by `key`, into lanes and row ids."""
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
@@ -193,7 +196,7 @@ class RingStore:
         nested: bool = True,
         apart: bool = False,
     ) -> Cut:
-        """Return a plan for `rows` or `windows`, which lists the fields to copy. Plans are cached.
+        """Return the plan for copying some fields of sampled rows or windows. Plans are cached.
 
         Args:
             keys: Fields to copy from each row.
@@ -279,7 +282,7 @@ class RingStore:
         return torch.arange(self.oldest, self.total, device=self.device)
 
     def put_slots(self, first: int, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Write leaves `[n, lanes, *event]` into the slots from `first` on, for loading a state.
+        """Load saved rows `[n, lanes, *event]` into the slots from `first` on.
 
         `total` does not change.
         """
@@ -341,7 +344,12 @@ class RingStore:
     def _source(
         self, place: int, units: int, skipped: int
     ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-        """Return the sources from which `_take` copies pieces. The arguments are as for `_take`.
+        """Create and cache views of the memory from which pieces of rows are copied by position.
+
+        Args:
+            place: Number of the group of fields, an index into `groups`.
+            units: Length of a piece in units of the group (`Group.unit`).
+            skipped: Number of rows to skip between the row at a position and its piece.
 
         Returns:
             A view `[num, units]` of the memory whose row i is the piece of position i, so its rows
@@ -358,7 +366,7 @@ class RingStore:
             memory = base.view(torch.uint8).numpy()
             skipped_bytes = skipped * group.row_bytes
             pieces: Any = np.ndarray((num_rows,), item, memory, skipped_bytes, (group.row_bytes,))
-            # `take` is faster, but it first copies all pieces if they overlap.
+            # `take` is faster, but if pieces overlap, it first copies the whole memory.
             items = pieces.take if units == group.width else pieces.__getitem__
         self._sources[place, units, skipped] = tensor, items
         return tensor, items
@@ -385,10 +393,10 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
-    """Convert keys of rows to the numbers of the cells that contain the rows.
+    """Return the numbers of the cells in which rows are stored, from the keys of the rows.
 
-    A cell is one slot of one lane. Its number is `lane * num_slots + slot`. The result has the type
-    of `keys`: a tensor or an array.
+    A cell is one slot of one lane. Its number is `lane * num_slots + slot`. A key is
+    `row_id * num_lanes + lane`. The result is a tensor or an array, like `keys`.
     """
     return (
         keys % num_slots
@@ -398,7 +406,7 @@ def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
 
 
 def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
-    """Convert numbers of cells to the keys of the rows that the cells contain.
+    """Return the keys of the rows that are stored in cells, from the numbers of the cells.
 
     This is the inverse of `cells` for live rows. Cells that were never written get keys below 0.
 

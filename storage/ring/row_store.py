@@ -23,8 +23,8 @@ from .ring_store import RingStore
 from .trajectory_ends import Places, find_ends
 from .window_bounds import Boundaries
 
-#: Lower limit for the share of accepted candidates that is loaded from a saved state. With a
-#: smaller share the first draw would test very many candidates; see `window_bounds.py`.
+#: Lower limit for the share of accepted candidates (of rejection sampling) in a loaded state. With
+#: a smaller share the first draw would test very many candidates.
 _LEAST_SHARE = 1e-3
 
 
@@ -112,7 +112,7 @@ class RowStore:
         self._end_places: Places = []
 
     def emptied(self, num_slots: int | None = None) -> RowStore:
-        """Return a store without rows and without a schema.
+        """Return a new store with the same options, without rows and without a schema.
 
         The new store shares the lock, the generator and the order of CUDA streams.
         """
@@ -213,8 +213,8 @@ class RowStore:
         if boundaries is None:
             return RowState(ring.total, ring.num_lanes, columns, None, 1.0, None, {})
         lanes = torch.arange(ring.num_lanes, device=ring.device)
-        # The first rows of the oldest trajectory may be overwritten. Its age is then not computable
-        # from the live rows.
+        # Save the ages of the oldest rows: the first rows of their trajectories may be overwritten,
+        # so the live rows do not determine the ages.
         ages = boundaries.age(lanes, torch.full_like(lanes, ring.oldest))
         final_keys = None
         final_columns: dict[str, torch.Tensor] = {}
@@ -345,7 +345,7 @@ def draw_uniformly(ring: RingStore, num_draws: int, generator: torch.Generator) 
     places = uniform(ring.num_live * ring.num_lanes, num_draws, generator)
     if not ring.is_on_cpu:
         places = sent(places, ring.device)
-    if ring.num_lanes > 1:  # Convert numbers of live rows to positions in memory.
+    if ring.num_lanes > 1:  # Each lane has unused positions in memory behind its live rows.
         lane = torch.div(places, ring.num_live, rounding_mode="floor")
         places = places.add_(lane * (ring.stride - ring.num_live))
     return places
@@ -383,9 +383,9 @@ class RowFront:
 
 
 def _accepted_share(numbers: Mapping[str, Any]) -> float:
-    """Return the share of accepted candidates from a saved state, at least `_LEAST_SHARE`.
+    """Read the share of candidates that rejection sampling accepted from a saved state.
 
-    States without a share have the share 1.
+    The result is at least `_LEAST_SHARE`, and 1 for a state without a share.
     """
     share = float(numbers.get("accepted_share", 1.0))
     if not 0 < share <= 1:
@@ -396,7 +396,10 @@ def _accepted_share(numbers: Mapping[str, Any]) -> float:
 
 
 def _oldest_ages(numbers: Mapping[str, Any], num_lanes: int, most: int) -> torch.Tensor:
-    """Read the age of each lane's oldest row from a saved state: `[num_lanes]` int64, 0 if missing."""
+    """Read from a saved state how many rows precede each lane's oldest row in its trajectory.
+
+    The result is `[num_lanes]` int64, 0 for a state without these ages.
+    """
     listed: Sequence[int] = numbers.get("oldest_ages", [0] * num_lanes)
     ages = torch.tensor(listed, device="cpu")
     if (

@@ -20,14 +20,14 @@ from ..core.records import listed, names_below
 from ..errors import SchemaError
 from .ring_store import RingStore
 
-#: End flags: pairs of the position of the field in the schema, and its number of values per row.
+#: The end flags of a schema, as pairs: position of the field in the schema, and values per row.
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
-#: A device first allocates memory for one ended row per this number of rows.
+#: On a device, memory for one ended trajectory is first allocated per this number of rows.
 _ROWS_PER_END = 64
-#: An `append` on a device reserves one slot per row if it has at most this share of the rows of the
-#: ring. The host then need not wait for the number of ended rows. The slots take at most a quarter
-#: of the memory that a slot for each row of the ring would take. A larger `append` waits instead.
+#: Limit for one append on a device, as a share of the rows of the ring. Up to the limit, one slot
+#: is reserved per new row, so that the host need not wait for the number of rows that end a
+#: trajectory. A larger append waits for the number, which saves memory.
 _MAX_SHARE_OF_RING = 1 / 4
 _BOOL = np.dtype(np.bool_)
 #: Names of termination flags. A nested key is compared by its last part.
@@ -42,7 +42,7 @@ _TERMINATIONS = {
 }
 _TIME_OUTS = {"truncated", "truncateds", "truncation", "truncations", "is_truncated"}
 _TIME_OUTS |= {"timeout", "timeouts", "time_out", "time_outs", "TimeLimit.truncated"}
-#: Names of flags that are set at terminations and at time-outs.
+#: Names of flags that are set at every end of a trajectory: at terminations and at time-outs.
 _ANY_END = {"done", "dones", "is_last"}
 #: Names of the mappings, next to an end flag, in which simulators store their time-out flags.
 _INFOS = {"info", "infos", "extras"}
@@ -60,7 +60,9 @@ def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
 
 
 def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
-    """Return whether each row ends its trajectory, `[n, lanes]` bool: any end flag is not 0.
+    """Return whether each row ends its trajectory: `[n, lanes]` bool.
+
+    A row ends its trajectory if any of its end flags is not 0.
 
     Args:
         leaves: Checked leaves `[n, lanes, *event]`, all arrays or all tensors. The result has the
@@ -86,7 +88,7 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
 
 @dataclass(frozen=True)
 class EndKinds:
-    """End flags by kind, from which `terminated` computes whether a trajectory terminated.
+    """Names of end flags, sorted into termination flags, time-out flags and other flags.
 
     Attributes:
         terminations: Names of termination flags.
@@ -102,7 +104,7 @@ class EndKinds:
 
     @classmethod
     def of(cls, schema: Iterable[str], end_names: Sequence[str]) -> EndKinds:
-        """Sort flags by their kind, which follows from their names.
+        """Find the termination, time-out and other end flags of a schema by their names.
 
         Args:
             schema: Names of all fields. Termination and time-out flags that are missing from
@@ -116,7 +118,7 @@ class EndKinds:
         terminations = tuple(name for name in beside if _last_part(name) in _TERMINATIONS)
         time_outs = tuple(name for name in beside if _last_part(name) in _TIME_OUTS)
         others = [name for name in end_names if name not in terminations + time_outs]
-        if terminations:  # A set `done` without a set termination flag then means a time-out.
+        if terminations:  # `done` is redundant: without a termination flag it means a time-out.
             others = [name for name in others if _last_part(name) not in _ANY_END]
         return cls(terminations, time_outs, tuple(others))
 
@@ -126,7 +128,7 @@ class EndKinds:
         return self.terminations + self.time_outs + self.others
 
     def missing_from(self, end_names: Sequence[str]) -> tuple[str, ...]:
-        """Return termination and time-out flags that are missing from `end_names`.
+        """Return termination and time-out flags that the user should add to `end_names`.
 
         The result is empty if `end_names` has another flag, such as `done`. Such a flag is set at
         every end, so no end is missed.
@@ -148,7 +150,7 @@ class EndKinds:
             return by_itself
         cut = _any_set(self.time_outs, rows)
         if other is None:
-            assert cut is not None  # At least one kind of end has a field, so `cut` was set.
+            assert cut is not None  # At least one kind has a flag: here it is the time-outs.
             return torch.zeros_like(cut)
         if cut is not None:
             other = other & ~cut
@@ -200,8 +202,8 @@ class EndedRows:
         if not self._is_on_cpu:
             expected = max(self._num_rows // _ROWS_PER_END, 2 * ring.num_lanes)
             self.num_places = max(_FIRST_ROOM, min(self._num_rows, expected))
-        #: Running number of the next ended row, which is stored in slot `_count % num_places + 1`.
-        #: An int on the CPU, elsewhere a tensor.
+        #: Running number of the next ended row: an int on the CPU, elsewhere a tensor. The row is
+        #: stored in slot `_count % num_places + 1`.
         self._count: Any = (
             0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=ring.device)
         )
@@ -216,10 +218,10 @@ class EndedRows:
             )
             for name, field in schema.items()
         }
-        #: On a device: copy of the number of live ended rows; None if no copy is in progress.
+        #: On a device: pending copy of the number of live ended rows to the host, or None.
         self._copied_count: HostCopy | None = None
-        #: On a device: the largest possible number of live ended rows, that is the last count and
-        #: all rows since. The number in `_copied_count` is not included.
+        #: On a device: upper bound of the number of live ended rows. It is the last copied number
+        #: and one per row written since. The number of a pending copy is added later.
         self._max_live = 0
 
     @property
@@ -229,7 +231,7 @@ class EndedRows:
 
     @lasting
     def make_room(self, ended: torch.Tensor) -> torch.Tensor | None:
-        """Grow the memory before `append`, if needed.
+        """Grow the memory for ended rows before `append` if it could overflow.
 
         On a device the number of ended rows is unknown to the host. If `ended` has more rows than
         there are slots, the memory grows by one slot per row. If `ended` has more than a quarter of
@@ -312,7 +314,7 @@ class EndedRows:
             values = signed(leaf.to(column.dtype)).flatten(0, 1)
             signed(column)[places] = values[rows] if self._is_on_cpu else values
         self._max_live += len(flags)
-        # Count only if more than half of the slots could be in use.
+        # Copy the number of live rows to the host only if half of the slots could be in use.
         may_be_full = not self._is_on_cpu and 2 * self._max_live > self.num_places
         if may_be_full and self._copied_count is None:
             self._copied_count = HostCopy(self.num_live(len(ended)))
@@ -341,7 +343,7 @@ class EndedRows:
         return self._count - first
 
     def places(self, num_live: Any, number: torch.Tensor) -> torch.Tensor:
-        """Return the slots of live ended rows.
+        """Return the slots in which some live ended rows are stored, selected by age.
 
         Args:
             num_live: Number of live ended rows, as returned by `num_live()`.
@@ -351,7 +353,7 @@ class EndedRows:
         return places
 
     def named(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and the row ids of the ended rows in slots `place`."""
+        """Return the lanes and the row ids of the ended rows that are stored in slots `place`."""
         return self._ring.named(self._keys[place])
 
     def take(self, name: str, place: torch.Tensor) -> torch.Tensor:
@@ -364,9 +366,10 @@ class EndedRows:
         self._set_count(0, 0)
 
     def live(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the keys of live ended rows, `[num]` int64 ascending, and copies of their fields.
+        """Return the live ended rows to save: their keys, and copies of their fields.
 
-        The fields are `[num, *event]` by name. The key of a row is `id * num_lanes + lane`.
+        The keys are `[num]` int64 in ascending order. The key of a row is `id * num_lanes + lane`.
+        The fields are `[num, *event]` by name.
         """
         order = self._keys.argsort()
         order = order[self._keys[order] >= self._oldest_key(0)]

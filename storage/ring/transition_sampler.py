@@ -148,9 +148,9 @@ class TransitionSampler:
                 )
 
     def serves(self, request: TransitionRequest, boundaries: Boundaries | None) -> bool:
-        """Return whether this sampler can be reused for a request.
+        """Return whether this sampler can be reused for a request and the current trajectories.
 
-        `boundaries` are the current boundaries of the buffer. They change when a state is loaded.
+        `boundaries` is replaced when a state is loaded; then a new sampler is needed.
         """
         is_same = request is self._request or request == self._request
         return (
@@ -214,22 +214,22 @@ class TransitionSampler:
 
     @lasting
     def _set_factors(self, gamma: float) -> None:
-        """Compute the constants of the sampler: reward weights, discounts and row offsets."""
+        """Precompute the reward weights, discounts and row offsets that all draws use."""
         num_steps = self._request.num_steps
         factor = torch.tensor(gamma, dtype=torch.float32, device="cpu")
         steps = torch.arange(num_steps, device="cpu")
         num_taken = torch.cat([steps + 1, steps[-1:] + 1])
         weights = torch.where(steps < num_taken.unsqueeze(1), factor**steps, 0)
         discounts = (factor**num_taken).unsqueeze(1)
-        #: Factors of transitions, `[num_steps + 1, num_steps + 1]` float32. Row k is for
+        #: Reward weights and discounts, `[num_steps + 1, num_steps + 1]` float32. Row k is for
         #: transitions whose first row has k following rows in its trajectory. Its first
         #: `num_steps` values are the weights of the rewards, and its last value is the discount.
         self._factors = sent(torch.cat([weights, discounts], 1), self._ring.device)
         #: Offsets from the first row, `[num_steps + 1, 1]`: 0, 1, ..., num_steps.
         self._steps = torch.arange(num_steps + 1, device=self._ring.device).unsqueeze(1)
-        # On the CPU these are arrays, because numpy has less overhead per call.
+        # The offsets as an array on the CPU, because numpy has less overhead per call.
         self._own_steps = own(self._steps)
-        #: Frames from each frame of a stack to its newest frame: `num_frames - 1`, ..., 1, 0.
+        #: Distance from each frame of a stack to its newest frame: `num_frames - 1`, ..., 1, 0.
         self._frames_back = own(
             torch.arange(self._request.num_frames - 1, -1, -1, device=self._ring.device)
         )
@@ -271,7 +271,7 @@ class TransitionSampler:
         On a device a later draw raises the error.
         """
         steps = self._steps[:-1]
-        # Only rows that are followed by a row of the same trajectory must have no flag set.
+        # A flag is an error only on a row that is followed by a row of the same trajectory.
         is_within = steps < drawn.num_ahead
         steps = steps if drawn.ended is None else steps.minimum(drawn.num_ahead)
         places = self._ring.place(drawn.lane, drawn.row + steps).flatten()
@@ -286,9 +286,9 @@ class TransitionSampler:
             deferred.raise_arrived()
 
     def _missing_flag_error(self, num_wrong: int) -> UsageError | None:
-        """Return the error to raise if `num_wrong` rows of transitions have a flag set, else None.
+        """Return the error for rows at which a flag missing from `end_key` is set, else None.
 
-        The flags are termination and time-out flags that are missing from `end_key`.
+        `num_wrong` is the number of such rows within the drawn transitions.
         """
         if not num_wrong:
             return None
@@ -314,8 +314,8 @@ class TransitionSampler:
         for name in self._next_names:
             transitions[name] = self._frames(name, places)
             stack = self._frames(name, next_places)
-            # Where a trajectory ended, `following` has the final observation, which is not in the
-            # ring.
+            # Take the newest frame from `following`: at ends it is the final observation, which the
+            # ring does not contain.
             stack[:, -1] = following[name]
             following[name] = stack
 

@@ -36,38 +36,39 @@ from ..errors import UsageError
 from .ring_store import RingStore, spans
 from .trajectory_ends import EndedRows
 
-#: Function that maps candidates to a pair: whether each candidate is accepted, `[n]` bool, and the
-#: code of each candidate (see `_codes`), `[n]` int64 or None.
+#: Function that tests candidates. It returns whether each candidate is accepted, `[n]` bool, and a
+#: code of how the trajectory of the candidate continues, `[n]` int64 or None.
 _Accept = Callable[[Any], tuple[Any, Any]]
-#: Function that maps the name of a field and row numbers to values of the field, `[n, *event]`. The
-#: row numbers None select all rows.
+#: Function that reads a field. It receives the name of the field and the numbers of rows, None for
+#: all rows, and returns the values `[n, *event]`.
 _RowsOf = Callable[[str, torch.Tensor | None], torch.Tensor]
-#: Function that maps (number of candidates, generator) to random candidates.
+#: Function that draws random candidates. It receives their number and a random generator.
 _Propose = Callable[[int, torch.Generator], Any]
-#: A call draws about 65,536 candidates at most, or 64 per requested result if that is more. Then it
-#: lists all valid candidates instead.
+#: Maximum number of candidates that a call tests: about 65,536, or 64 per requested result if that
+#: is more. A call that needs more lists all valid candidates and draws from the list.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
-#: The share of accepted candidates is an integer number of 1/65536 parts, so that every processor
-#: draws the same number of candidates. The second number is the smallest share, just above 0.001.
+#: The share of accepted candidates is rounded to multiples of 1/65536. Every processor then draws
+#: the same number of candidates. The smallest share is 66/65536, just above 0.001.
 _WHOLE_SHARE, _LEAST_SHARE = 1 << 16, 66
-#: Extra candidates of a draw that does not wait for the device, in standard deviations of the
-#: number of accepted candidates.
+#: Safety margin of a draw that does not wait for the device: the number of extra candidates, in
+#: standard deviations of the number of accepted candidates.
 _NUM_DEVIATIONS = 6
-#: Number of candidates that `_list_accepted` tests at once. It limits the memory.
+#: Number of candidates that are tested at once when all are listed. It limits the memory.
 _NUM_LISTED = 1 << 20
-#: Maximum number of cached tensors for candidates. Each has a different length.
+#: Maximum number of cached tensors into which candidates are drawn. Each has a different length.
 _MAX_MEMORIES = 16
-#: Maximum number of kinds of draws (see `_Kind`) with a measured share of accepted candidates.
+#: Maximum number of kinds of draws (such as window lengths) whose share of accepted candidates is
+#: remembered.
 _MAX_KINDS = 64
-#: Maximum age: far above the length of any window, without overflow of int32.
+#: Limit of stored ages of rows: above the length of any window, and safe from overflow of int32.
 _MAX_AGE = 1 << 29
-#: A number below every entry of `ages`, the negative ones included.
+#: A number below every stored age, including negative entries, which are slots.
 _LEAST_AGE = -(1 << 31)
-#: Number of lower bits of a code (see `_codes`). They contain the slot of a final observation. The
-#: upper bits contain a number of rows.
+#: Number of lower bits of a candidate's code. The lower bits contain the slot of a final
+#: observation. The upper bits contain the number of later rows in the trajectory.
 _PLACE_BITS = 32
 _PLACE = (1 << _PLACE_BITS) - 1
-#: Fields that are kept per ended trajectory.
+#: Field that is stored for each ended trajectory: its number of rows.
 _SEGMENT = Schema([Field("num_rows", (), "int64")])
 
 
@@ -112,18 +113,17 @@ class Drawn(NamedTuple):
 
 
 class _Kind:
-    """Share of accepted candidates of one kind of draws on a device.
+    """Measured share of accepted candidates for draws with equal arguments, on a device.
 
-    A kind is determined by the arguments of the draw other than the number of draws, such as the
-    window length.
+    The number of draws is not one of these arguments, but the window length is, for example.
     """
 
     def __init__(self, name: Any) -> None:
-        #: Key of this object in `Boundaries._kinds`.
+        #: Arguments of the draws, as a hashable key.
         self.name = name
         self.share = 0.0
-        #: Number of candidates from which the share was computed. If it is 0, the next draw waits
-        #: for the device.
+        #: Number of candidates from which `share` was measured. If it is 0, the next draw waits for
+        #: the device and measures the share.
         self.num_tested = 0
         #: The numbers 0 to `num_draws - 1` of the first call. The first call waits for the device,
         #: so later calls may read this tensor in any CUDA stream.
@@ -136,10 +136,10 @@ class _Kind:
         self.num_tested = num_tested
 
     def num_candidates(self, num_draws: int) -> int:
-        """Return the number of candidates to draw for `num_draws` results.
+        """Return how many candidates to draw so that at least `num_draws` are accepted.
 
-        Fewer than `num_draws` of these candidates are accepted in only one of 10**9 draws. The
-        result is 0 if the share of accepted candidates is unknown.
+        Too few are accepted in only one of 10**9 draws. Returns 0 if the share of accepted
+        candidates is unknown.
         """
         share = self.share
         num = self.num_tested
@@ -157,7 +157,7 @@ class _Kind:
 
 
 class Boundaries:
-    """Ages of the rows of a ring, and where trajectories ended.
+    """Positions of the rows of a ring in their trajectories, and draws of rows and windows.
 
     Args:
         ring: Ring of the rows. `note` must be called before each write to the ring.
@@ -190,7 +190,7 @@ class Boundaries:
         self.ring = ring
         self.deferred = DeferredErrors() if deferred is None else deferred
         self._num_slots = ring.num_slots + 1
-        #: The flat `ages`, and one more entry for writes that must change no age.
+        #: The flat `ages`, and one unused entry. Writes to skip go to it, without a wait.
         self._all_ages = filled(
             (self._num_slots * ring.num_lanes + 1,), 0, torch.int32, ring.device
         )
@@ -202,7 +202,7 @@ class Boundaries:
         self._segments = EndedRows(ring, _SEGMENT) if keeps_segments else None
         self._is_on_cpu = ring.device.type == "cpu"
         self._library: Any = library(ring.device)
-        #: Cached tensors for candidates, by number of candidates.
+        #: Cached tensors into which candidates are drawn, by number of candidates.
         self._memories: dict[int, torch.Tensor] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._steps: dict[int, tuple[Any, Any]] = {}
@@ -221,7 +221,7 @@ class Boundaries:
         return self.ages.nbytes + (0 if self.finals is None else self.finals.num_bytes)
 
     def note(self, ends: Any, final: Rows | None = None) -> None:
-        """Record the ends of new rows. Call this method before `write` of the ring.
+        """Record which new rows end a trajectory. Call this method before the ring stores the rows.
 
         Args:
             ends: `[n, lanes]` bool, whether each row ends a trajectory. An array is allowed if the
@@ -260,7 +260,7 @@ class Boundaries:
             self.ages[(slot + num_rows) % self._num_slots].clamp_(max=_MAX_AGE)
 
     def clear(self) -> None:
-        """Remove all rows."""
+        """Forget all rows and trajectories, because the ring was cleared."""
         self.ages[0].zero_()
         self._kinds.clear()
         for kept in (self._segments, self.finals):
@@ -268,9 +268,9 @@ class Boundaries:
                 kept.clear()
 
     def age(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Return the age of each row `row_id` of `lane`, in rows since its trajectory began.
+        """Return how many rows of its trajectory precede each row.
 
-        A row is live, or is the next row that will be written to its lane.
+        Each row is live, or is the next row that will be written to its lane.
         """
         index = row_id % self._num_slots * self.ring.num_lanes + lane
         ages = self._all_ages.take(index)
@@ -281,7 +281,7 @@ class Boundaries:
         return self.age(lane, row_id + 1) == 0
 
     def finals_of(self, names: Iterable[str]) -> EndedRows | None:
-        """Return the final observations if they have all fields in `names`, else None."""
+        """Return the stored final observations, or None if they lack a field in `names`."""
         return (
             self.finals
             if self.finals is not None and all(name in self.finals.schema for name in names)
@@ -289,11 +289,13 @@ class Boundaries:
         )
 
     def ends_for(self, names: Iterable[str], is_marked: bool) -> str:
-        """Return the value of `Extent.ends` for draws that return fields of the following row.
+        """Return which ends of trajectories may be drawn, if a draw also returns the next row.
+
+        The result is "never", "known" or "always", as defined for `Extent.ends`.
 
         Args:
-            names: Names of these fields.
-            is_marked: Whether rows without a known following row are drawn and marked.
+            names: Names of the fields that the draw returns of the next row.
+            is_marked: Whether rows without a known next row are drawn and marked.
         """
         if is_marked:
             return "always"
@@ -302,7 +304,9 @@ class Boundaries:
     def restore_finals(
         self, schema: Schema, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]
     ) -> None:
-        """Restore the final observations of live rows from the result of `EndedRows.live`.
+        """Load saved final observations, which must belong to live rows.
+
+        `keys` and `leaves` are a result of `EndedRows.live`.
 
         Raises:
             SchemaError: The keys or fields are not a valid result of `EndedRows.live`.
@@ -318,7 +322,7 @@ class Boundaries:
         drawn: Drawn,
         is_marked: bool,
     ) -> torch.Tensor | None:
-        """Insert final observations into following rows, where trajectories ended.
+        """Correct the next observations of drawn rows whose trajectory ended.
 
         The row after the last row of a trajectory belongs to another trajectory. It is replaced by
         the final observation, or by the last row itself if no final observation is stored.
@@ -352,11 +356,11 @@ class Boundaries:
         return ~ended if finals is None else torch.where(ended, is_known, True)
 
     def draw(self, num_draws: int, extent: Extent, generator: torch.Generator) -> Drawn | None:
-        """Draw rows with replacement, uniformly over all rows that have the `extent` around them.
+        """Draw rows with replacement, uniformly over all rows with the required neighbors.
 
         Args:
             num_draws: Number of draws.
-            extent: Rows that must exist around a drawn row.
+            extent: Rows that must exist before and after a drawn row.
             generator: Random generator on the device of the ring.
 
         Returns:
@@ -421,10 +425,10 @@ class Boundaries:
         num_ended = segments.num_live()
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """Return the lanes, last rows and numbers of rows of candidate trajectories.
+            """Look up candidate trajectories: return their lanes, last rows and numbers of rows.
 
-            Candidates are numbered from 0: first the ended trajectories, then the open trajectory
-            of each lane.
+            Trajectories are numbered from 0: first the ended trajectories, then the open
+            trajectory of each lane.
             """
             is_open = candidate >= num_ended
             place = segments.places(num_ended, torch.where(is_open, 0, candidate))
@@ -458,9 +462,9 @@ class Boundaries:
         return lane, last - below(num_rows - length + 1, generator)
 
     def follow(self, lane: torch.Tensor, row: torch.Tensor) -> Drawn:
-        """Return live rows as `Drawn`, with the number of following rows of the same trajectory.
+        """Return for live rows whether each is the last of its trajectory.
 
-        `num_ahead` is 1, or 0 for the last row of a trajectory.
+        In the result, `num_ahead` is 1, or 0 for the last row of a trajectory.
         """
         ages = self._following_ages(lane, row)
         ended = ages <= 0
@@ -481,7 +485,7 @@ class Boundaries:
     # Writing.
 
     def _later_ages(self, ends: Any, first_ages: Any) -> tuple[Any, Any]:
-        """Compute the ages of new rows from the ends of trajectories.
+        """Compute how many rows of its trajectory precede each new row: its age.
 
         Args:
             ends: `[n, lanes]` bool, whether each new row ends a trajectory.
@@ -492,7 +496,7 @@ class Boundaries:
         """
         num_rows = len(ends)
         # The running maximum is the step at which the current trajectory of each lane began. It is
-        # below 0 if the trajectory began before these rows.
+        # negative if the trajectory began before the new rows.
         steps: Any
         if isinstance(ends, np.ndarray):
             steps = np.arange(1, num_rows + 1, dtype=np.int32)[:, None]
@@ -510,7 +514,7 @@ class Boundaries:
         segments.append(ended, {"num_rows": tensor_of(ages).long() + 1})
 
     def _note_final(self, ends: Any, final: Rows) -> Any:
-        """Store final observations of the new rows that end a trajectory.
+        """Store the final observations of trajectories that end in the new rows.
 
         Returns:
             `[n, lanes]` int32, the age of the row after each new row that ends a trajectory: minus
@@ -530,7 +534,7 @@ class Boundaries:
         }
         rows, places, overwritten = self.finals.append(ended, leaves)
         if overwritten is not None:
-            # The last element of `_all_ages` is unused. It receives the writes for other slots.
+            # Writes of 0 for slots that lost no observation go to the unused last element.
             keys, is_lost = overwritten
             unused = self.ages.numel()
             index = torch.where(is_lost, (keys + self.ring.num_lanes) % unused, unused)
@@ -542,9 +546,10 @@ class Boundaries:
         return own(begins.view(ended.shape))
 
     def _write_places(self, keys: torch.Tensor) -> None:
-        """Store the slots of final observations as the ages of the rows that follow ended rows.
+        """Record in which slot the final observation of each ended trajectory is.
 
-        Slot s is stored as age -s. `keys[s]` is the key of the ended row in slot s, or -1.
+        Slot s is stored as the age -s of the row after the trajectory. `keys[s]` is the key of the
+        trajectory's last row, or -1.
         """
         ring = self.ring
         is_live = keys >= ring.oldest * ring.num_lanes
@@ -556,38 +561,39 @@ class Boundaries:
     # Drawing.
 
     def _following_ages(self, lane: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Return the age entries of the rows that follow the rows with ids `row`: `[n]` int32.
+        """Return the stored age of the row after each row: `[n]` int32.
 
-        An entry above 0 means that the trajectory continues. 0 means that it ended. An entry -s
-        means that it ended and that its final observation is in slot s.
+        A number above 0 means that the trajectory continues. 0 means that it ended. -s means that
+        it ended and that its final observation is in slot s.
         """
         return self._all_ages.take((row + 1) % self._num_slots * self.ring.num_lanes + lane)
 
     def _candidates(self, length: int) -> tuple[int, int]:
-        """Return the range of candidates for windows of live rows: (first candidate, number).
+        """Return the range of candidates for windows of `length` live rows.
 
-        The candidate of a window is the index of its last row in the flat `ages`. Indices continue
-        to increase beyond the end of `ages`; `index % len(ages)` is the entry.
+        The range is a pair: the first candidate, and the number of candidates. A candidate is the
+        index of a window's last row in the flat `ages`. Indices continue to increase beyond the end
+        of `ages`, so the index must be taken modulo its length.
         """
         ring = self.ring
         first = (ring.oldest + length - 1) % self._num_slots
         return first * ring.num_lanes, max(ring.num_live - length + 1, 0) * ring.num_lanes
 
     def _shift(self, length: int) -> int:
-        """Return the difference of a row id and the row number `candidate // num_lanes`.
+        """Return the number to add to `candidate // num_lanes` to get the id of the row.
 
-        The difference is the same for all candidates of `_candidates(length)`.
+        It is the same for all candidates of windows of `length` rows.
         """
         first = self.ring.oldest + length - 1
         return first - first % self._num_slots
 
     def _decode(self, candidate: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and the ids of the last rows of candidate windows."""
+        """Convert candidates to the lanes and the ids of the windows' last rows."""
         row = torch.div(candidate, self.ring.num_lanes, rounding_mode="floor")
         return add_multiple(candidate, row, -self.ring.num_lanes), row + self._shift(length)
 
     def _accept_inside(self, length: int) -> _Accept:
-        """Return the function that accepts candidates whose window is inside one trajectory."""
+        """Return a function that tests whether windows are inside one trajectory."""
         ages = self._flat_ages
         least = length - 1 if length > 1 else _LEAST_AGE
         if isinstance(ages, torch.Tensor):
@@ -595,9 +601,9 @@ class Boundaries:
         return lambda candidate: (ages.take(candidate, mode="wrap") >= least, None)
 
     def _accept_around(self, extent: Extent, candidates: tuple[int, int]) -> _Accept:
-        """Return the function that accepts rows that fulfill the condition `extent`.
+        """Return a function that tests whether rows have the neighbors that `extent` requires.
 
-        `candidates` is the result of `_candidates(extent.num_before + 1)`.
+        `candidates` is the range of all candidates: the first, and their number.
         """
         ages = self._flat_ages
         lanes = self.ring.num_lanes
@@ -626,13 +632,13 @@ class Boundaries:
         return accept if num_after else self._accept_inside(num_before + 1)
 
     def _codes(self, candidate: Any, num_after: int) -> Any:
-        """Compute for each candidate how its trajectory continues, as one int64 code.
+        """Compute for each candidate how many rows follow in its trajectory, as an int64 code.
 
         A code contains two numbers, so that one minimum over the later rows finds both. The upper
         bits are the number of later rows in the same trajectory, at most `num_after`. If there are
         `num_after` rows, the lower bits are 1. If the trajectory ends earlier, the lower bits are
-        the slot of its final observation, 0 if none is stored. A code is arbitrary if its later
-        rows extend beyond the last written row.
+        the slot of its final observation, 0 if none is stored. A code is arbitrary if the rows
+        after the candidate extend beyond the last written row.
         """
         lib = self._library
         ages = self._flat_ages
@@ -650,12 +656,12 @@ class Boundaries:
 
     @lasting
     def _new_steps(self, num_after: int) -> tuple[Any, Any]:
-        """Return two constants of `_codes`, `[num_after]` each.
+        """Build two constant arrays to look up the `num_after` rows after a candidate.
 
         The first contains the distances in the flat `ages` from a row to the 1st, 2nd, ... later
         row. The second contains the numbers 0, 1, ... of later rows, shifted to the upper bits of a
-        code. On a device the first draw of a kind waits for the device. All CUDA streams may
-        therefore read both constants afterwards.
+        code. The first draw with these arguments waits for the device. All CUDA streams may
+        therefore read both arrays afterwards.
         """
         lanes = self.ring.num_lanes
         device = self.ring.device
@@ -672,7 +678,9 @@ class Boundaries:
         generator: torch.Generator,
         name: Any,
     ) -> tuple[Any, Any]:
-        """Draw candidates with replacement, uniformly from all that `accept` accepts.
+        """Draw valid candidates with replacement by rejection sampling.
+
+        The draws are uniform over all candidates that `accept` accepts.
 
         Args:
             num_draws: Number of draws.
@@ -680,10 +688,12 @@ class Boundaries:
                 candidates.
             accept: Function that decides which candidates are accepted.
             generator: Random generator on the device of the ring.
-            name: Hashable name of the kind of draw; see `_Kind`.
+            name: Arguments of the draw except `num_draws`, as a hashable key. The share of accepted
+                candidates is remembered under this key.
 
         Returns:
-            `[num_draws]` accepted candidates and their codes. (None, None) if there are none.
+            `[num_draws]` accepted candidates and their codes. (None, None) if no candidate is
+            valid.
         """
         self.deferred.raise_arrived()
         if isinstance(candidates, tuple) and not candidates[1]:
@@ -701,7 +711,7 @@ class Boundaries:
         missing = num_draws
         parts: list[tuple[Any, Any]] = []
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
-            # Four standard deviations of extra candidates take less time than a second round.
+            # Extra candidates of four standard deviations cost less than a second loop iteration.
             share = max(1, int(self.share * _WHOLE_SHARE))
             num_extra = isqrt(16 * missing * (_WHOLE_SHARE - share) // _WHOLE_SHARE)
             size = ((missing + num_extra) * _WHOLE_SHARE // share + 8) // 8 * 8
@@ -736,7 +746,7 @@ class Boundaries:
         if not isinstance(candidates, tuple):
             return candidates(size, generator)
         first, num_candidates = candidates
-        if not self._is_on_cpu:  # Another stream may still read memory of an earlier draw.
+        if not self._is_on_cpu:  # Another stream may still read the memory of an earlier draw.
             memory = torch.empty(size, dtype=torch.int64, device=self.ring.device)
         else:
             memory = self._memories[size] if size in self._memories else self._memory_for(size)
@@ -753,10 +763,12 @@ class Boundaries:
     def _read_draw(
         self, kind: _Kind, size: int, num_draws: int, num_accepted: int
     ) -> UsageError | None:
-        """Process the result of an earlier draw, whose number of accepted candidates has arrived.
+        """Check an earlier draw after its number of accepted candidates has reached the host.
+
+        Also updates the measured share of accepted candidates.
 
         Args:
-            kind: Kind of the draw. Its share of accepted candidates is updated.
+            kind: Measured share for draws with the same arguments.
             size: Number of candidates of the draw.
             num_draws: Number of requested results.
             num_accepted: Number of accepted candidates.
@@ -769,7 +781,7 @@ class Boundaries:
         if self._kinds.get(kind.name) is kind:
             kind.note(num_accepted, size)
             self.share = max(kind.share, _LEAST_SHARE / _WHOLE_SHARE)
-            if is_short:  # The next draw of this kind waits for the device and measures the share.
+            if is_short:  # The next draw with equal arguments measures the share and waits.
                 del self._kinds[kind.name]
         if num_accepted:
             return None
@@ -786,13 +798,13 @@ class Boundaries:
         accept: _Accept,
         generator: torch.Generator,
     ) -> tuple[Any, Any]:
-        """Draw on a device. The host does not wait for the number of accepted candidates.
+        """Draw valid candidates on a device, without waiting for the number of accepted candidates.
 
         If fewer than `num_draws` of `size` candidates are accepted, the result repeats accepted
-        candidates, and a later call counts it in `num_short_draws`.
+        candidates. A later call then increments `num_short_draws`.
         """
-        # If no candidate is accepted, the result is the extra candidate at the end. A later call
-        # then raises an error.
+        # If no candidate is accepted, the result is the additional last candidate, and a later call
+        # raises an error.
         proposed = self._propose(size + 1, candidates, generator)
         flags, codes = accept(proposed)
         rank = flags[:-1].cumsum(0)
@@ -801,8 +813,8 @@ class Boundaries:
         if numbers is None or len(numbers) != num_draws:
             numbers = torch.arange(num_draws, device=rank.device)
         chosen = torch.searchsorted(rank, numbers % num_accepted.clamp(min=1), right=True)
-        # The pending read keeps `kind.numbers` alive until its copy has arrived. The copy starts
-        # after the search, so the search never reads freed memory.
+        # The callback references `kind` until the copy to the host is complete, which is after the
+        # search. So the search never reads freed memory of `kind.numbers`.
         self.deferred.note(num_accepted, partial(self._read_draw, kind, size, num_draws))
         return proposed.index_select(0, chosen), None if codes is None else codes.index_select(
             0, chosen
@@ -810,9 +822,9 @@ class Boundaries:
 
     @lasting
     def _memory_for(self, size: int) -> torch.Tensor:
-        """Create and cache a tensor for `size` candidates.
+        """Allocate and cache a tensor into which `size` candidates are drawn.
 
-        Without the cache, allocation takes 2 of the 24 us of a small draw.
+        Without the cache, the allocation takes 2 of the 24 us of a small draw.
         """
         if len(self._memories) >= _MAX_MEMORIES:
             self._memories.clear()
@@ -825,7 +837,7 @@ class Boundaries:
 def _replace(
     leaf: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor
 ) -> None:
-    """Replace selected rows of a leaf in place.
+    """Replace selected rows of a tensor in place.
 
     Args:
         leaf: `[n, *event]`, changed in place.
@@ -850,7 +862,10 @@ def _with_codes(
 def _list_accepted(
     candidates: tuple[int, int], accept: _Accept, device: torch.device
 ) -> tuple[Any, Any]:
-    """Test all candidates. Return the accepted candidates, ascending, and their codes or None."""
+    """Return all accepted candidates in ascending order, and their codes or None.
+
+    A call that accepts too few random candidates draws from this list instead.
+    """
     parts: list[tuple[Any, Any]] = []
     start = candidates[0]
     end = sum(candidates)

@@ -95,9 +95,9 @@ def list_windows(boundaries: Boundaries, request: WindowRequest) -> dict[str, An
 
 
 def _ends_for(boundaries: Boundaries, request: WindowRequest) -> str:
-    """Return the value of `Extent.ends` for draws of windows.
+    """Return whether a window may contain the last row of its trajectory.
 
-    It decides whether a window may contain the last row of its trajectory.
+    The result is "never", "known" (if the final observation is stored) or "always".
     """
     if not request.next_keys:
         return "never"
@@ -129,7 +129,7 @@ def _copy_windows(
         boundaries: Boundaries of the ring.
         lane, last: `[n]` int64, lane and id of the last row of each window.
         request: Length and fields of the windows.
-        ends: Value of `Extent.ends` with which the windows were drawn.
+        ends: Whether windows may contain the last row of a trajectory: "never", "known" or "always".
     """
     ring = boundaries.ring
     length = request.length
