@@ -81,7 +81,7 @@ class RingStore:
         columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             columns.update(group.views(base))
-        #: Memory of each field, `[lanes, stride, *event]`. `_slots` are views of it with time first.
+        #: Memory of each field, `[lanes, stride, *event]`. `_slots` are its views, time first.
         #: `_arrays` are these views as numpy arrays, None for dtypes that numpy lacks.
         self._columns = {name: columns[name] for name in schema}
         self._flat_columns = {name: columns[name].flatten(0, 1) for name in schema}

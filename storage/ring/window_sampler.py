@@ -129,7 +129,7 @@ def _copy_windows(
         boundaries: Boundaries of the ring.
         lane, last: `[n]` int64, lane and id of the last row of each window.
         request: Length and fields of the windows.
-        ends: Whether windows may contain the last row of a trajectory: "never", "known" or "always".
+        ends: Whether windows may contain a last row: "never", "known" or "always".
     """
     ring = boundaries.ring
     length = request.length
