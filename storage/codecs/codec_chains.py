@@ -65,7 +65,7 @@ from .packers import PACKERS, check_installed
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 _QUANTIZER = re.compile(r"uint16(?:\(([^,()]+),([^,()]+)\))?")
-#: Operation on a frame and the previous frame, and the inverse operation, by name of the delta.
+#: Functions that subtract the previous frame from a frame and add it again, by name of the delta.
 DELTAS = {"delta": (np.subtract, np.add), "xor": (np.bitwise_xor, np.bitwise_xor)}
 #: Names of the stages by kind. The kinds are in the order of a chain.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 }
 _KIND_OF_STAGE = {stage: kind for kind, stages in STAGES.items() for stage in stages}
 AUTO = "auto"
-#: First byte of a chunk with plain values, and of a chunk with encoded values.
+#: First byte of a chunk: 0 if its values are stored unpacked, 1 if they are packed.
 _PLAIN, _PACKED = 0, 1
 #: Fraction of bytes that a chain must save. Otherwise `auto` chooses "raw".
 MIN_SAVED = 0.1
@@ -84,7 +84,7 @@ MIN_SAVED = 0.1
 MAX_CHUNK_FRAMES = 8
 #: Default limit for the bytes of a chunk of several frames, so that a chunk fits into the L2 cache.
 MAX_CHUNK_BYTES = 512 * 1024
-#: As `MAX_CHUNK_BYTES`, for fast LZ4, which looks back only 64 KiB. Chunks twice as large are 2 %
+#: Default limit for the bytes of a chunk with fast LZ4. Chunks twice as large are 2 %
 #: smaller, but reading random windows of 8 images becomes a quarter slower. With slow packers,
 #: larger chunks are 4 to 14 % smaller.
 MAX_SMALL_CHUNK_BYTES = 192 * 1024
@@ -363,7 +363,6 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
         match = _QUANTIZER.fullmatch(stage)
         kind = "quantizer" if match else _KIND_OF_STAGE.get(stage, "")
         is_known = kind or stage in (*VALUE_CODECS, AUTO)
-        # Without a previous stage, the error about the order could not name it.
         if not is_known or not (kind or previous):
             raise UsageError(
                 f"codec {name!r} has the unknown stage {stage!r}. The stages are "

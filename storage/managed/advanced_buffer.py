@@ -314,7 +314,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def _draw(self, request: Request, among: torch.Tensor | None) -> Any:
         """Draw items, count their uses and remove items that reached `max_use`."""
         start_s = time.monotonic()
-        # A draw counts as a write, since all draws share the working memory of the tree.
+        # Draws exclude each other like writes, since all draws share working memory.
         with self._store.order.writes:
             drawn = self._ring.draw(request.size, self.rng, among)
             assert drawn is not None
@@ -431,7 +431,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
     # Removing and saving.
 
     def _drop(self, slots: torch.Tensor | None) -> None:
-        """Remove the live items in slots; None removes no item."""
+        """Remove the items in some slots, and release their data. None removes no item."""
         if slots is None:
             return
         dropped = self._ring.drop(slots)

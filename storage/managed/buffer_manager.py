@@ -409,7 +409,7 @@ class BufferManager(Store):
             raise ClosedError("the manager is closed. Create a new BufferManager.")
 
     def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
-        """Return the items to push to each buffer."""
+        """Choose the buffers of each pushed item, and return the items by buffer."""
         items = as_items(data) if buffer_name is None else []
         names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
         if buffer_name is None and len(self._buffers) == 1 and all(name is None for name in names):
@@ -478,9 +478,9 @@ class BufferManager(Store):
 
 
 def _prepare_samples(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Act | None]:
-    """Call `prepare_sample` of every buffer, and return the results in the order of `numbers`.
+    """Remove the stale items of every buffer, and return a function per buffer that draws items.
 
-    The loop continues after a buffer with too few items: every buffer must remove its stale items.
+    The function is None for a buffer with too few items. The order is that of `numbers`.
     """
     return [buffer.prepare_sample(request._replace(size=size)) for buffer, size in numbers.items()]
 

@@ -34,7 +34,7 @@ from .item_store import (
 )
 
 _Self = TypeVar("_Self", bound="ManagedBuffer")
-#: Function that performs a call after all checks; it does not fail.
+#: Function that performs a push, sample or update whose arguments were already checked.
 Act = Callable[[], Any]
 
 
@@ -312,7 +312,7 @@ class ManagedBuffer(Store):
         return State(self._arguments(), numbers | {"rate_limiter": limiter}, tensors)
 
     def _saved_items(self) -> ItemStore:
-        """Return the store of the items to save."""
+        """Return the store whose items are saved."""
         return self._store
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -385,7 +385,7 @@ class ManagedBuffer(Store):
             self.monitor.note_push(num_items, time=time.monotonic() - start_s, **values)
 
     def _ids_of(self, ids: torch.Tensor, slots: torch.Tensor) -> dict[str, list[Any]]:
-        """Return two leaves for sampled items, by flat name: their unique ids and their slots."""
+        """Return the unique ids and the slots of sampled items, by name of the added leaf."""
         prefix = self.name + "_"
         return {UNIQUE_ID: [f"{prefix}{row}" for row in ids.tolist()], SLOT: slots.tolist()}
 

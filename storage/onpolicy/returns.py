@@ -147,7 +147,10 @@ def n_step_returns(
 
 
 class Signals(NamedTuple):
-    """Inputs and outputs of `write_returns`: `[rows, B, R]`, flags `[rows, B, 1]`."""
+    """Rewards, values and flags of steps, and memory for their returns and advantages.
+
+    Flags are `[rows, B, 1]`, and all other tensors `[rows, B, R]`.
+    """
 
     rewards: torch.Tensor
     values: torch.Tensor
@@ -399,7 +402,7 @@ def _write_sums(
             if stop < len(sums):
                 piece[-1] += _discounted(lib, decay[-1], sums[stop])
             _scan(lib, piece, decay)
-            # Values are added here, while both pieces are still in the cache.
+            # Add the values now, while both pieces are still in the cache.
             if totals is not None:
                 lib.add(piece, values[start:stop], out=totals[start:stop])
     # In numpy, 0 * NaN and 0 * inf are NaN. A number that is not finite therefore passes dones and

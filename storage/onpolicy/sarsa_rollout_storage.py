@@ -32,7 +32,7 @@ from .transition_columns import (
     rollout_columns,
 )
 
-#: Name of the mini-batch field with the values of a column one step later, by column.
+#: Name of the mini-batch field with the next observations, by name of the observation column.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
 _FINALS = "finals/"
 
@@ -135,7 +135,7 @@ class Finals:
         return self._envs, self._values
 
     def put(self, name: str, target: torch.Tensor) -> None:
-        """Write the final observations of a field over `[B, *event]`."""
+        """Overwrite the rows of ended envs in `target`, `[B, *event]`, by final observations."""
         values = signed(self._values[name])
         target = signed(target)
         if self._count is None:
@@ -218,7 +218,7 @@ class SarsaRolloutStorage(RolloutStorage):
         self.strict_next = arguments.flag("strict_next", strict_next)
         self.emit_next_valid = arguments.flag("emit_next_valid", emit_next_valid)
         self.validate = arguments.flag("validate", validate)
-        #: True final observations of the trajectories that ended at a step, by step.
+        #: Final observations of the trajectories that ended at a step, by index of the step.
         self._finals: dict[int, Finals] = {}
         #: Indices of the steps that were added with next observations.
         self._has_next: set[int] = set()

@@ -61,7 +61,7 @@ class ReplayBuffer(RowFront, Store):
 
     @property
     def next_states(self) -> torch.Tensor:
-        """Memory of the next states, in the form of `states`."""
+        """Memory of the next states: `[buffer_size, *obs_dim]` float32."""
         self._order.wait(is_write=False)
         return self._ring.slots_view("next_states")[:, 0]
 

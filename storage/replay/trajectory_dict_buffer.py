@@ -620,7 +620,7 @@ class PrefixSum:
         return (int(episode), int(offset)) if wanted.ndim == 0 else (episode, offset)
 
     def get_range_idx(self, idx: Any) -> Any:
-        """Return the number of the episode of frame `idx`: the first result of `locate`."""
+        """Return the number of the episode that contains frame `idx`."""
         return self.locate(idx)[0]
 
     def _make_room(self, num_episodes: int) -> None:

@@ -200,9 +200,9 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
 
 def _end_flags(schema: Schema, end_key: str | list[str] | None) -> Places:
-    """Return the end flags in a schema, as `end_places` does.
+    """Return the fields of a schema that mark the last row of a trajectory.
 
-    If `end_key` is None, these are the fields of `DEFAULT_END_KEYS` in the schema.
+    If `end_key` is None, these are the fields of the schema with a name in `DEFAULT_END_KEYS`.
     """
     if end_key is not None:
         return end_places(schema, end_key)
