@@ -21,20 +21,21 @@ from tests.pretend_cuda import PretendCuda
 # in each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-#: Share of the examples in `@settings` that a test runs by default.
+#: Fraction of the hypothesis examples in `@settings` that a test runs by default.
 DEFAULT_SHARE = 1 / 3
-#: No test runs fewer examples than this, unless its `@settings` ask for fewer.
+#: Minimum number of hypothesis examples of a test, unless its `@settings` ask for fewer.
 MIN_EXAMPLES = 5
-#: `make fuzz` multiplies the number of examples of each test by this.
+#: Factor by which `make fuzz` multiplies the number of hypothesis examples of each test.
 FUZZ_FACTOR = 20
-#: Attribute in which hypothesis keeps the `@settings` of a test. A test without it follows the
-#: profile.
+#: Attribute of a test function in which hypothesis stores the test's `@settings`. A test without
+#: `@settings` uses the registered profile.
 ASKED = "_hypothesis_internal_use_settings"
 
-#: Operations after which an event of the late device completes: more than two calls have.
+#: Number of operations after which an event of a late pretended device completes. It is larger than
+#: the number of operations in two calls of the library.
 LATENESS = 100
 
-# A busy machine must not fail a test.
+# No time limits, so that no test fails because the machine is busy.
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile(
     "default", max_examples=round(100 * DEFAULT_SHARE), derandomize=True, **BUSY
@@ -49,7 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("real_gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        # A method's attributes are its function's; all parameters of a test share one function.
+        # All parameters of a test share one function, whose settings are changed only once. The
+        # attributes of a method can be set only on its function.
         test = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
         asked = getattr(test, ASKED, None)
         if asked is None or test in scaled:
@@ -80,8 +82,9 @@ def pytest_collection_finish() -> None:
 
 
 def deselect_combinations(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `each_value`, keep a few combinations that have every value of every
-    parameter.
+    """Deselect combinations of parameters in tests marked `each_value`, to save time.
+
+    The remaining combinations of a test contain every value of every parameter.
     """
     combinations: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -96,7 +99,7 @@ def deselect_combinations(config: pytest.Config, items: list[pytest.Item]) -> No
 
 
 def covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return items that contain all parameter values of `items`, those with most new values first."""
+    """Choose few test items that together have all parameter values of `items`."""
     values = {item: parameter_values(item) for item in items}
     missing = set().union(*values.values())
     chosen = []
@@ -108,9 +111,9 @@ def covering(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def parameter_values(item: pytest.Item) -> set[tuple[object, ...]]:
-    """Return one entry per `parametrize` mark and per parametrized fixture of an item.
+    """Return the parameter values of a test item, one for each `parametrize` mark or fixture.
 
-    Arguments that one mark sets together are one value: each row of a table runs.
+    Several arguments that one mark sets are one value, so that each row of a table is run.
     """
     parameters = dict(item.callspec.params)
     values = set()
@@ -125,9 +128,9 @@ def parameter_values(item: pytest.Item) -> set[tuple[object, ...]]:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder for `TMPDIR`.
+    """A folder with a short path, for `TMPDIR`.
 
-    Sockets need names of at most 107 bytes, and `tmp_path` is too long for them.
+    A socket path has at most 107 bytes, and sockets in `tmp_path` would have longer paths.
     """
     with tempfile.TemporaryDirectory(prefix="rd_") as name:
         yield Path(name)
@@ -135,9 +138,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Let SIGINT raise `KeyboardInterrupt`, also if a shell has started the tests with SIGINT
-    ignored.
-    """
+    """Make SIGINT raise `KeyboardInterrupt`, even if a shell started the tests with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -145,7 +146,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def cuda_device(request: pytest.FixtureRequest) -> Iterator[PretendCuda | None]:
-    """The pretended device in tests marked `gpu`, unless there is a real device."""
+    """The pretended CUDA device in tests marked `gpu`; None if the machine has a real GPU."""
     if request.node.get_closest_marker("gpu") is None or torch.cuda.is_available():
         yield None
         return
@@ -155,7 +156,10 @@ def cuda_device(request: pytest.FixtureRequest) -> Iterator[PretendCuda | None]:
 
 @pytest.fixture(params=["in time", "late"])
 def any_device(request: pytest.FixtureRequest, cuda_device: PretendCuda | None) -> Iterator[None]:
-    """The device. On the pretended device the test runs again with late events."""
+    """Run a test twice on the pretended device: events complete at once, or after a delay.
+
+    A real device runs the test only once.
+    """
     if request.param == "late":
         if cuda_device is None:
             pytest.skip("a real device completes its events when it does")

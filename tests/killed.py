@@ -1,10 +1,9 @@
-"""Worker processes that are killed.
+"""Worker processes that tests kill or interrupt, to check the files that are left.
 
-One process imports everything once, and forks a worker on request.
-
-`python -m tests.killed module:function` reads lines "folder seed" and answers each with the process
-id of a worker, which runs `function(folder, seed)` until it is killed or interrupted. What it tells
-those who look at what is left goes through `Counter`.
+Importing the library takes long, so one process imports it and forks a worker on request.
+`python -m tests.killed module:function` reads lines "folder seed" from stdin. For each line it
+prints the process id of a new worker, which runs `function(folder, seed)` until it is killed or
+interrupted. A worker reports its progress to the test by a `Counter`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PATIENCE_S = 60.0
 
 
 class Counter:
-    """A number in a file, which survives a kill."""
+    """Number in a file, by which a killed worker has reported its progress."""
 
     def __init__(self, path: Path) -> None:
         self.file = os.open(path, os.O_CREAT | os.O_RDWR)
@@ -41,7 +40,7 @@ class Counter:
 
 @contextmanager
 def workers(work: str) -> Iterator[subprocess.Popen]:
-    """Start the process for workers that run "module:function"."""
+    """Start the process that forks workers, which run the function `work`: "module:function"."""
     command = [sys.executable, "-m", "tests.killed", work]
     root = Path(__file__).parents[1]
     process = subprocess.Popen(
@@ -56,9 +55,9 @@ def workers(work: str) -> Iterator[subprocess.Popen]:
 
 
 def start_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: float = 0.25) -> int:
-    """Create a folder, start a worker in it, and let it run for a random time.
+    """Create a folder, start a worker in it, and wait for a random time.
 
-    Return its process id.
+    Returns the process id of the worker.
     """
     folder.mkdir()
     process.stdin.write(f"{folder} {seed}\n")
@@ -69,7 +68,7 @@ def start_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: flo
 
 
 def kill_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: float = 0.25) -> None:
-    """Let a worker live for a random time in a new folder and kill it."""
+    """Start a worker in a new folder, and kill it after a random time."""
     process_id = start_one(process, folder, seed, longest_s)
     os.kill(process_id, signal.SIGKILL)
     assert has_ended(process_id, _PATIENCE_S)
@@ -78,10 +77,10 @@ def kill_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: floa
 def kill_one_at(
     process: subprocess.Popen, folder: Path, seed: int, progress: Path, most: int = 20
 ) -> None:
-    """Let a worker run in a new folder until its `Counter` in the file `progress` has a random
-    value. Kill it.
+    """Start a worker in a new folder, and kill it when it has reported a random progress.
 
-    So the worker is killed within its work, also on a busy machine.
+    A worker reports its progress by a `Counter` in the file `progress`. So it is killed during its
+    work, even on a busy machine.
     """
     rng = np.random.default_rng(seed)
     process_id = start_one(process, folder, seed, 0.0)
@@ -95,9 +94,9 @@ def kill_one_at(
 
 
 def interrupt_one(process: subprocess.Popen, folder: Path, seed: int, progress: Path) -> None:
-    """Let a worker run for a random time in a new folder, and press Ctrl-C until it stops.
+    """Start a worker in a new folder, and send SIGINT after a random time until the worker ends.
 
-    `progress` is the file of a `Counter`. The worker increments it while it runs.
+    A running worker increments the `Counter` in the file `progress`.
     """
     process_id = start_one(process, folder, seed)
     os.kill(process_id, signal.SIGINT)
@@ -105,12 +104,13 @@ def interrupt_one(process: subprocess.Popen, folder: Path, seed: int, progress: 
     while not has_ended(process_id, 0.5):
         before = Counter.read(progress)
         time.sleep(0.1)
-        # Python drops a KeyboardInterrupt that falls into a callback, mostly while it starts: a
-        # user sees it go on and presses again. One that is closing must be left alone.
+        # Python ignores a KeyboardInterrupt inside a callback, mostly while a worker starts. Such
+        # a worker continues, so a user would press Ctrl-C again. A worker that is closing its files
+        # must not be interrupted again.
         if Counter.read(progress) > before:
             os.kill(process_id, signal.SIGINT)
         if time.monotonic() > end_s:
-            os.kill(process_id, signal.SIGUSR1)  # it tells where it hangs
+            os.kill(process_id, signal.SIGUSR1)  # The worker prints where it hangs.
             assert has_ended(process_id, 0.5), (
                 f"the worker {process_id} of seed {seed} does not end"
             )
@@ -130,12 +130,12 @@ def main() -> None:
     module, function = sys.argv[1].split(":")
     work = getattr(importlib.import_module(module), function)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    # A shell may have started us with Ctrl-C ignored, and then one that comes early would be lost.
+    # If a shell has started the tests with SIGINT ignored, an early SIGINT would be lost.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     print("ready", flush=True)
     for line in sys.stdin:
         folder, seed = line.split()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the child is ready for it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Until the worker handles it.
         process_id = os.fork()
         if process_id == 0:
             try:

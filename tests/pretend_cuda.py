@@ -57,24 +57,24 @@ NO_KERNEL = frozenset({
     "new_empty", "new_empty_strided", "numel", "record_stream", "resize_", "size", "storage_offset", "stride",
     "sym_numel", "sym_size", "sym_storage_offset", "sym_stride",
 })  # fmt: skip
-#: Operations whose result or the size of whose result the host needs.
+#: Operations for which the host waits, because it needs their result or the size of their result.
 WAITS = frozenset({
     "_local_scalar_dense", "_unique2", "argwhere", "bincount", "equal", "histc", "is_nonzero", "masked_select",
     "nonzero", "unique_consecutive", "unique_dim",
 })  # fmt: skip
-#: Of these, the ones that return a Python value.
+#: Operations in `WAITS` that return a Python value and no tensor.
 _RETURN_VALUES = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
-#: Byte that fills the target of a copy which has not arrived.
+#: Byte that fills the target of an asynchronous copy until the copy completes.
 _GARBAGE = 0xA5
 
 
 class WaitError(RuntimeError):
-    """The host waited for a strict device."""
+    """Raised if the host waits for the pretended device although waiting is forbidden."""
 
 
 @dataclass
 class Counts:
-    """Operations since the last `reset`, by name."""
+    """Numbers of waits, pageable copies and launches since the last `PretendCuda.reset`."""
 
     waits: Counter[str] = field(default_factory=Counter)
     pageable_copies: Counter[str] = field(default_factory=Counter)
@@ -94,8 +94,8 @@ class Counts:
 class PretendTensor(torch.Tensor):
     """A tensor on the pretended device.
 
-    C++ code of torch takes it for a CPU tensor, as a build without CUDA cannot index or create
-    others. Python code sees `cuda:0`, and each operation comes to `PretendCuda.run`.
+    In Python, its device is `cuda:0`. In C++, it is a CPU tensor, because torch without CUDA cannot
+    create CUDA tensors. Each operation on it calls `PretendCuda.run`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -167,10 +167,10 @@ class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
 
 
 class PretendGenerator(torch._C.Generator, metaclass=_GeneratorType):
-    """A generator that reports its device. Its numbers are those of the CPU."""
+    """A random generator whose device is `cuda:0` or the CPU. It draws the numbers of the CPU."""
 
-    #: `_cdata` of the generators on the device: operations receive other Python objects for the
-    #: same generator.
+    #: Addresses of the generators on the device. An operation may receive another Python object for
+    #: the same generator, so the objects cannot be compared.
     on_device: ClassVar[set[int]] = set()
 
     def __new__(cls, device: Any = "cpu") -> Any:
@@ -201,7 +201,7 @@ def _restored_generator(device: str, seed: int, state: torch.Tensor) -> PretendG
 
 
 class PretendEvent:
-    """An event of the one pretended stream."""
+    """CUDA event of the pretended device, which completes after `lateness` operations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ticket = 0
@@ -234,7 +234,7 @@ class PretendEvent:
 
 
 class PretendStream:
-    """A stream. All streams of the pretended device are one, in order."""
+    """CUDA stream of the pretended device, which runs the operations of all streams in order."""
 
     cuda_stream: ClassVar[int] = 0
     device: ClassVar[torch.device] = CUDA
@@ -264,7 +264,7 @@ class PretendStream:
 
 
 class _Copy:
-    """An asynchronous copy that has been issued."""
+    """An asynchronous copy that was started and has not completed."""
 
     def complete(self) -> None:
         raise NotImplementedError
@@ -306,7 +306,7 @@ class PretendCuda:
     Args:
         is_strict: Raise `WaitError` where the host waits. `torch.cuda.set_sync_debug_mode` sets it
             as well.
-        lateness: Operations after which an event completes; 0 completes at once.
+        lateness: Number of operations after which an event completes; 0 completes it at once.
     """
 
     _active: ClassVar[PretendCuda | None] = None
@@ -316,7 +316,7 @@ class PretendCuda:
         self.lateness = lateness
         self.counts = Counts()
         self.num_operations = 0
-        #: Asynchronous copies that were issued.
+        #: Number of asynchronous copies that were started.
         self.num_copies = 0
         self._pending: dict[int, _Copy] = {}
         self._pinned: set[int] = set()
@@ -325,7 +325,7 @@ class PretendCuda:
 
     @classmethod
     def active(cls) -> PretendCuda:
-        """Return the device that is installed."""
+        """Return the pretended device whose `with` statement is running."""
         assert cls._active is not None, "no pretended device is installed"
         return cls._active
 
@@ -367,7 +367,7 @@ class PretendCuda:
         self.counts.places[place] += 1
 
     def complete_copies(self, ticket: int | None = None) -> None:
-        """Complete the asynchronous copies up to a ticket, or all of them."""
+        """Complete the first `ticket` asynchronous copies, or all if `ticket` is None."""
         with self._lock:
             last = self.num_copies if ticket is None else ticket
             ready = [number for number in self._pending if number <= last]
@@ -382,7 +382,7 @@ class PretendCuda:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note that the memory of a CPU tensor is pinned for as long as it lives."""
+        """Mark the memory of a CPU tensor as pinned until it is freed. Returns the tensor."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address and address not in self._pinned:
@@ -391,7 +391,7 @@ class PretendCuda:
         return tensor
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Execute an operation of torch with an operand or a result on the device."""
+        """Execute a torch operation, and count it if it uses the pretended device."""
         name = func._schema.name.split("::")[1]
         target = kwargs.get("device")
         leaves = tree_leaves((args, kwargs))
@@ -457,7 +457,7 @@ class PretendCuda:
     def _arrive_on_host(
         self, target: torch.Tensor, values: torch.Tensor, is_async: bool, is_pinned: bool
     ) -> None:
-        """Copy device values to the host: at once, or when an event completes."""
+        """Copy values to the host: at once or, with `lateness`, when a later event completes."""
         if not is_async:
             self.wait("copy to the host")
             self.complete_copies()
@@ -471,7 +471,10 @@ class PretendCuda:
             target.copy_(values)
 
     def _leave_host(self, source: torch.Tensor, is_async: bool) -> None:
-        """Note a copy from the host."""
+        """Count a copy from the host to the device as a wait or as a pageable copy, if it is one.
+
+        On a late device, check later that the pinned source did not change during the copy.
+        """
         if not is_async:
             self.wait("copy from the host")
         elif not self.is_pinned(source):
@@ -492,9 +495,9 @@ class PretendCuda:
     def _check_operands(
         self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]
     ) -> None:
-        """Raise an error for operands on the host, as a real device does.
+        """Raise an error if an operand is on the host, as torch does for a real device.
 
-        Count waits for indices.
+        Indices may be on the host. Waits for them are counted.
         """
         for leaf in leaves:
             if (
@@ -527,7 +530,7 @@ class PretendCuda:
                     and args[2].numel() == 1
                     and not isinstance(args[2], PretendTensor)
                 )
-                if not is_fill:  # torch turns that into a masked fill
+                if not is_fill:  # Torch fills by a mask without a wait.
                     self.wait("boolean mask")
 
 
@@ -537,7 +540,7 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Replace the functions that torch handles in C++ before it dispatches."""
+    """Replace torch functions that would reach C++ code before `__torch_dispatch__` is called."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -557,7 +560,7 @@ def _on_device(value: Any) -> Any:
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the arguments that an operation in place or with `out=` returns; None for other operations."""
+    """Return the arguments that an operation writes, in place or by `out=`; None if it writes none."""
     arguments = {}
     for place, argument in enumerate(func._schema.arguments):
         value = kwargs.get(argument.name, args[place] if place < len(args) else None)
@@ -667,7 +670,7 @@ def _setitem(func: Any, self: Any, index: Any, value: Any) -> None:
                 tensor is not None and tensor.dtype not in (torch.bool, torch.uint8)
                 for tensor in tensors
             ):
-                # Torch copies it from pageable memory
+                # Torch copies the number from pageable memory, so the host waits.
                 PretendCuda.active().wait("number written at indices")
             value = torch.tensor(value, dtype=self.dtype)
         elif value.dtype != self.dtype:
@@ -682,7 +685,10 @@ def _setitem(func: Any, self: Any, index: Any, value: Any) -> None:
 
 
 def _split_index(tensor: PretendTensor, index: Any) -> tuple[Any, list[Any]]:
-    """Apply the integers, slices and new axes of an index; return the view and the tensors of each of its axes."""
+    """Apply the integers, slices and new axes of an index to a tensor.
+
+    Returns the view, and for each axis of the view the index tensor or None.
+    """
     items = list(index) if isinstance(index, tuple) else [index]
     items = [
         torch.as_tensor(item) if isinstance(item, (list, np.ndarray)) else item for item in items
@@ -749,7 +755,7 @@ def _no_modes() -> Iterator[None]:
 
 
 def _replacements(device: PretendCuda) -> dict[str, Any]:
-    """Return the replaced functions while the device is installed: dotted name -> value."""
+    """Return the replacements of torch and thread functions, by dotted name."""
     stream = PretendStream()
     real_run = threading.Thread.run
 

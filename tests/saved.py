@@ -8,9 +8,9 @@ from typing import Any
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """Read a `config.json` without its checksum.
+    """Read a `config.json` and remove its checksum.
 
-    An edited config is then loaded without an error.
+    A config without a checksum can be edited and still be loaded.
     """
     config = json.loads(path.read_text())
     del config["crc32"]

@@ -1,7 +1,7 @@
-"""One save of every class in format version 1: `tests/data/saves/v1`.
+"""Saved stores of every class in format version 1, in the folder `tests/data/saves/v1`.
 
-`python -m tests.saved_by_1 FOLDER` writes such a set. The set in the repository is never written
-anew: what was saved once must load for as long as the library is used.
+`python -m tests.saved_by_1 FOLDER` writes such a folder. The folder in the repository is never
+written again, because every later release must load the files of this version.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ SAVES = Path(__file__).parent / "data" / "saves" / "v1"
 
 
 def rich(kind: Any) -> Any:
-    """Return a storage with grouped observations, hidden states, and outputs of a policy without
-    mean and deviation.
+    """Return a storage with grouped observations, hidden states and policy outputs.
+
+    The policy is not Gaussian, so it has no mean and no standard deviation.
     """
     outputs = {"logits": (4,), "choice": ((1,), torch.int64)}
-    # Version 1 kept integers as float32 unless a dtype was declared.
+    # Version 1 stored integer observations as float32, unless a dtype was declared.
     shapes = {"state": (3,), "camera": {"rgb": ((2, 2), "float32")}}
     storage = kind(2, 2, shapes, (5,), (2,), policy_outputs=outputs, generator=0)
     for step in range(2):
@@ -65,7 +66,7 @@ def rich(kind: Any) -> Any:
 
 
 def odd() -> Any:
-    """Return items of several dtypes, nested, with texts and Python objects."""
+    """Return a buffer of nested items with several dtypes, texts and Python objects."""
     store = NaiveReplayBuffer(4, generator=0)
     for number in range(3):
         leaves = {
@@ -86,7 +87,7 @@ STORES = {
 
 
 def state_of(value: Any) -> Any:
-    """Return the content of a store as plain Python values."""
+    """Convert the state of a store to plain Python values, which can be compared."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), value.tolist()]
     if isinstance(value, dict):

@@ -23,7 +23,7 @@ OPTIONAL = {"tensordict", "ray"}
 
 
 def tables() -> dict[str, list[list[str]]]:
-    """Return the rows of the table of each system."""
+    """Parse the table of each system on the page. Returns lists of rows, by system."""
     found: dict[str, list[list[str]]] = {}
     for part in PAGE.split("\n## ")[1:]:
         name, _, text = part.partition("\n")
@@ -55,9 +55,9 @@ def imported(path: str) -> tuple[Any, Any]:
 
 
 def parameters_of(made: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a call.
+    """Return the parameters of a function or class, by name.
 
-    For a class, include those that it passes to its base classes.
+    The parameters of a class include those of its base classes.
     """
     found = dict(inspect.signature(made).parameters)
     for base in made.__mro__[1:-1] if inspect.isclass(made) else ():
@@ -85,7 +85,8 @@ def test_every_name_of_ours_on_the_page_exists(system, span):
     made, owner = imported(path)
     if inspect.ismodule(owner):
         name = path.rpartition(".")[2]
-        # `from rollout_data import *` leaves the builtin `open` alone.
+        # `open` is not in `__all__`, so that `from rollout_data import *` does not replace the
+        # builtin function.
         assert name in [*getattr(owner, "__all__", [name]), "open"]
     if not bracket:
         return

@@ -1,4 +1,4 @@
-"""The guides of the commands show their output, except for figures that vary."""
+"""Commands print the output that their guides show, except for numbers and times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALL = re.compile(r"^\$ rollout-data (.*)$", re.MULTILINE)
 
 
 def printed(block: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run the calls of a block. Return the block with their output."""
+    """Run the commands in a console block of a guide. Returns the block with their output."""
     lines = []
     for call in CALL.findall(block):
         main(shlex.split(call))
@@ -26,7 +26,7 @@ def printed(block: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def without_figures(text: str) -> str:
-    """Replace numbers and times by #, and several spaces by one. The rest must be equal."""
+    """Replace numbers and times by #, and several spaces by one, because they vary between runs."""
     return re.sub(r" +", " ", re.sub(r"\d[\d.,:T-]*(e[+-]?\d+)?", "#", text))
 
 

@@ -60,8 +60,8 @@ def leaves_of(batch: Any) -> list[torch.Tensor]:
 def rollout(kind: type, **options: Any) -> Any:
     storage = make_storage(NUM_ENVS, NUM_STEPS, kind, **options)
     for step in range(NUM_STEPS):
-        # Every environment ends at the same steps: groups of environments have as many
-        # trajectories.
+        # The trajectories of all environments end at the same step. So all mini-batches have the
+        # same number of trajectories, and the same shape.
         done = torch.full((NUM_ENVS, 1), step == 2)
         made = make_transition(
             step, NUM_ENVS, done=done, hidden_states=torch.full((1, NUM_ENVS, 3), float(step))
@@ -234,7 +234,7 @@ SAMPLERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "TrajectoryDictBuffer.sample": (expert, lambda buffer: buffer.sample(8)),
     "TrajectoryReplayBuffer.sample": (trajectories, lambda buffer: buffer.sample(8)),
 }
-#: Methods with names like those of samplers that return no batch of tensors.
+#: Methods whose names begin like those of samplers, but which return no batch of tensors.
 NO_BATCHES = {
     f"{name}.{method}"
     for name in (
@@ -248,9 +248,9 @@ NO_BATCHES = {
 
 
 def assert_one_graph(batches: Iterator[Any]) -> None:
-    """Pass all batches through one compiled function.
+    """Check that a compiled learner accepts all batches without being compiled again.
 
-    Fail if it is compiled again or a layout differs.
+    All batches must have the same shapes, strides and dtypes.
     """
     graphs = []
 
@@ -299,7 +299,7 @@ def test_every_sampler_and_generator_has_a_case() -> None:
         for class_name in package.__all__:
             made = getattr(package, class_name)
             for name in dir(made) if inspect.isclass(made) else ():
-                # The name with a letter too many is an alias
+                # The misspelled "reccurent" is an alias, for compatibility with other libraries.
                 is_sampler = name.startswith("sample") or name.endswith("batch_generator")
                 is_sampler = is_sampler or name.endswith("forward_generator")
                 if is_sampler and not name.startswith("reccurent"):

@@ -40,7 +40,7 @@ from tests.storage.rollouts import replace_tensordict
 pytestmark = pytest.mark.gpu
 
 NUM_ENVS, NUM_STEPS = 5, 7
-#: Calls of each row while events complete late.
+#: Number of times that each call is repeated while events complete late.
 NUM_CALLS = 3
 
 
@@ -55,7 +55,10 @@ def no_waits() -> Iterator[None]:
 
 
 def transitions(device: str, not_finite: bool = False) -> list[RolloutStorage.Transition]:
-    """Draw the steps of a rollout; with `not_finite`, values and rewards after some dones are NaN or infinite."""
+    """Create the random steps of a rollout.
+
+    With `not_finite`, the value of the first step of a trajectory is NaN, and its reward infinite.
+    """
     generator = torch.Generator().manual_seed(0)
     steps = []
     is_first = torch.zeros(NUM_ENVS, 1, dtype=torch.bool)
@@ -100,7 +103,7 @@ def full_storage(
 
 
 def completed(storage: RolloutStorage, step: Any) -> Any:
-    """Add the values that a step needs for a kind of storage."""
+    """Add the fields to a step that only the class of `storage` needs."""
     if isinstance(storage, SarsaRolloutStorage):
         step.next_observations = step.observations + 1
     if isinstance(storage, ActionLabelRollout):
@@ -109,7 +112,7 @@ def completed(storage: RolloutStorage, step: Any) -> Any:
 
 
 def adding(device: str, kind: type = RolloutStorage) -> Callable[[], Callable[[], Any]]:
-    """Prepare `clear` and as many steps as fit into a storage. `device` is that of the steps."""
+    """Prepare a call that clears a storage and fills it with steps on `device`."""
 
     def prepare() -> Callable[[], Any]:
         storage = kind(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device="cuda", generator=0)
@@ -128,7 +131,7 @@ def adding(device: str, kind: type = RolloutStorage) -> Callable[[], Callable[[]
 
 
 def work() -> None:
-    """Launch the operations of a policy, so that the copy of the previous step arrives."""
+    """Launch operations on the device as a policy does, until earlier events have completed."""
     values = torch.ones(3, device="cuda")
     for _ in range(LATENESS // 2):
         values += 1
@@ -177,7 +180,11 @@ def rollout_of_rsl_rl(training_type: str, call: str) -> Callable[[], Callable[[]
 def returns(
     truncation: str, factors: str = "", values: str = "cuda"
 ) -> Callable[[], Callable[[], Any]]:
-    """Prepare `compute_returns` with numbers as factors, or with tensors on a device, and last values on a device."""
+    """Prepare a call of `compute_returns`.
+
+    The discounts are tensors on the device `factors`, or numbers if `factors` is "". The last values
+    are on the device `values`.
+    """
 
     def prepare() -> Callable[[], Any]:
         storage = full_storage("cuda")
@@ -260,7 +267,7 @@ def extending_trajectories(has_finals: bool) -> Callable[[], Callable[[], Any]]:
 
 
 def extending_beyond_the_places(num_rows: int) -> Callable[[], Callable[[], Any]]:
-    """Prepare calls with final observations of more rows than a new ring has places for them."""
+    """Prepare a call that adds more final observations than a new ring has memory for."""
 
     def prepare() -> Callable[[], Any]:
         buffer = DictBuffer(4 * num_rows, "cuda", num_envs=2, end_key="terminated", generator=0)
@@ -274,7 +281,7 @@ def extending_beyond_the_places(num_rows: int) -> Callable[[], Callable[[], Any]
 
 
 def windows_beyond_the_places(num_steps: int) -> Callable[[], Callable[[], Any]]:
-    """Prepare calls with more rows than a new ring has places for trajectories."""
+    """Prepare a call that adds more trajectories than a new ring has memory for."""
 
     def prepare() -> Callable[[], Any]:
         buffer = TrajectoryDictBufferMultiDim(
@@ -526,7 +533,7 @@ def samples_of_a_manager() -> Callable[[], Any]:
 def returns_of(
     kind: type = RolloutStorage, num_rewards: int = 1, num_steps: int = NUM_STEPS, **options: Any
 ) -> Callable[[], Callable[[], Any]]:
-    """Prepare `compute_returns` of any storage; with `allow_partial`, of fewer steps."""
+    """Prepare a call of `compute_returns` of a storage of class `kind` with `num_steps` steps."""
 
     def prepare() -> Callable[[], Any]:
         storage = kind(
@@ -549,7 +556,7 @@ def returns_of(
 
 
 def sampling_to_the_device(call: str) -> Callable[[], Callable[[], Any]]:
-    """Prepare a sample of a buffer on the CPU whose `output_device` is the device."""
+    """Prepare the call `call` of a buffer on the CPU, which returns samples on the GPU."""
 
     def prepare() -> Callable[[], Any]:
         on_host = {"output_device": "cuda", "generator": 0}
@@ -582,7 +589,7 @@ def sampling_to_the_device(call: str) -> Callable[[], Callable[[], Any]]:
 
 
 def batches_to_the_device(**options: Any) -> Callable[[], Callable[[], Any]]:
-    """Prepare mini-batches of a storage on the CPU whose `output_device` is the device."""
+    """Prepare a call that draws mini-batches on the GPU from a storage on the CPU."""
 
     def prepare() -> Callable[[], Any]:
         storage = RolloutStorage(
@@ -599,7 +606,7 @@ def batches_to_the_device(**options: Any) -> Callable[[], Callable[[], Any]]:
     return prepare
 
 
-#: Call -> function that prepares it and returns it.
+#: Map from the name of each call to a function that prepares the call and returns it.
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.add_transitions": adding("cuda"),
     "RolloutStorage.add_transitions(tensors on the host)": adding("cpu"),
@@ -739,7 +746,7 @@ for has_finals in (False, True):
             )
 
 
-#: Call -> largest number of launches, counted on the pretended device.
+#: Maximum number of launches of a call, counted on the pretended device, by name of the call.
 MAX_LAUNCHES = {
     "DictBuffer.sample": 7,
     "DictBuffer.sample(envs)": 7,
@@ -769,13 +776,13 @@ def no_tensordict(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_the_host_does_not_wait(name: str) -> None:
     call = CALLS[name]()
-    call()  # the first call may allocate
+    call()  # The first call may wait, because it allocates memory.
     with no_waits():
         call()
 
 
-#: Calls whose draws depend on when the share of valid candidates arrives on the host, or on the
-#: number of objects so far. Only the shapes of their results are compared.
+#: Names of calls whose draws depend on when data arrive on the host, or on the number of objects
+#: created so far. Only the shapes of their results are compared.
 DRAWS = {"RolloutStorage.mini_batch_generator(generator=None)"} | {
     name for name in CALLS if ".sample_transitions(" in name or ".sample('" in name
 }
@@ -801,7 +808,7 @@ def on_host(value: Any) -> Any:
 
 
 def shapes_of(value: Any) -> Any:
-    """Replace the tensors of nested results by zeros."""
+    """Replace tensors in nested results by zeros, so that only their shapes are compared."""
     if isinstance(value, Mapping):
         return {name: shapes_of(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -810,7 +817,10 @@ def shapes_of(value: Any) -> Any:
 
 
 def results_of_calls(name: str) -> Any:
-    """Return the results of some calls that may not wait, and the states after them."""
+    """Repeat a call during which the host must not wait.
+
+    Returns its results, and the states of its buffers and storages after the last call.
+    """
     torch.manual_seed(0)
     call = CALLS[name]()
     call()

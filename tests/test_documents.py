@@ -21,7 +21,7 @@ README = DOCUMENTS["README.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = {name: BLOCK.findall(text) for name, text in DOCUMENTS.items()}
 MAX_RECIPE_LINES = 15
-#: What a block needs that `make test` does not install.
+#: Packages that code in the documents imports, but that `make test` does not install.
 EXTRAS = {"accelerate", "lightning", "rsl_rl", "tensordict"}
 
 
@@ -46,7 +46,7 @@ def test_code_blocks_run_one_after_the_other(
         try:
             with warnings.catch_warnings():
                 if "from lightning" in block:
-                    warnings.simplefilter("ignore")  # of its own use of torch
+                    warnings.simplefilter("ignore")  # Warnings about the use of torch by Lightning.
                 exec(compile(block, f"{name}, block {number}", "exec"), {"__name__": "block"})
         except ModuleNotFoundError as error:
             assert error.name in EXTRAS, error
@@ -69,7 +69,7 @@ def test_every_named_make_target_exists() -> None:
 
 
 def table_of_jobs() -> list[str]:
-    """Return the second cell of each row of the first table of README."""
+    """Return the second column of the table of jobs in README, which names classes."""
     table = README.partition("## Which class for which job")[2].partition("\n## ")[0]
     return [row.split("|")[2] for row in table.splitlines() if row.startswith("| ") and "[" in row]
 

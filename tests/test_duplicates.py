@@ -46,7 +46,7 @@ def test_a_copy_continues_like_its_store_and_independently(name: str, way: str) 
         twin = WAYS[way](store)
         assert type(twin) is type(store)
         expected = [_frozen(call(alone)) for call in calls[num_before:]]
-        # Whatever is done with one of the two changes nothing of the other.
+        # Calls of the copy must not change the original.
         assert [_frozen(call(twin)) for call in calls[num_before:]] == expected
         assert [_frozen(call(store)) for call in calls[num_before:]] == expected
 
