@@ -30,8 +30,10 @@ from storage import (
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
     ZBuffer,
+    motion_priorities,
 )
 from storage.adapters.rsl_rl import RslRlStorage, RslRlTransition
+from storage.errors import UsageError
 from storage.saving.saved_store import Store
 from tests.conftest import LATENESS
 from tests.pretend_cuda import PretendCuda
@@ -410,6 +412,14 @@ def expert_priorities(is_on_host: bool) -> Callable[[], Callable[[], Any]]:
     return prepare
 
 
+def motion_scores(mode: str | None) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        scores = torch.rand(6, device="cuda")
+        return lambda: motion_priorities(scores, mode)
+
+    return prepare
+
+
 def host_rows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
         buffer = AdvancedReplayBuffer(40, device="cuda", generator=0)
@@ -717,6 +727,8 @@ for call in (
     CALLS[f"AdvancedReplayBuffer.{call}"] = rows_by_priority(call)
 for call in ("extend", "sample", "update"):
     CALLS[f"PrioritizedWindows.{call}"] = windows_by_priority(call)
+for mode in ("exp", "bin", None):
+    CALLS[f"motion_priorities({mode!r})"] = motion_scores(mode)
 for is_on_host in (False, True):
     CALLS[f"TrajectoryDictBuffer.update_priorities and sample, {is_on_host}"] = expert_priorities(
         is_on_host
@@ -859,3 +871,36 @@ def test_returns_on_a_device_equal_those_of_the_cpu(truncation: str, not_finite:
         results.append(storage.returns.cpu())
     assert torch.isfinite(results[0]).any()
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_a_score_that_is_not_finite_leaves_the_priority_unchanged_and_a_later_call_raises() -> None:
+    buffer = TrajectoryDictBuffer(
+        [{"observation": torch.zeros(n, 2)} for n in (9, 5)], "cuda", 3, generator=0
+    )
+    before = buffer.priorities.cpu()
+    scores = torch.tensor([1.0, torch.inf], device="cuda")
+    buffer.update_priorities(motion_priorities(scores))
+    with pytest.raises(UsageError, match="finite"):
+        buffer.raise_deferred(wait=True)
+    after = buffer.priorities.cpu()
+    assert after[1] == before[1]
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("num_per_call", [1, 50])
+def test_a_loaded_buffer_with_many_ended_rows_loses_no_final_observation(num_per_call: int) -> None:
+    """The saved buffer has an ended row in each place for a final observation."""
+    ended = {
+        "x": torch.ones(num_per_call, 1),
+        "done": torch.ones(num_per_call, 1, dtype=torch.bool),
+    }
+    final = {"x": ended["x"]}
+    saved = DictBuffer(10_000, "cpu", end_key="done")
+    for _ in range(1000 // num_per_call):
+        saved.extend(ended, final=final)
+    loaded = DictBuffer(10_000, "cuda", end_key="done")
+    loaded.load_state_dict(saved.state_dict())
+    on_device = {name: x.cuda() for name, x in ended.items()}
+    for _ in range(20):
+        loaded.extend(on_device, final={"x": on_device["x"]})
+    assert int(loaded.num_lost_finals) == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -65,26 +66,31 @@ class StepPairs:
             num_steps = len(next(iter(following.values())))
             if num_steps == 0:
                 return
+            observed = {name: steps[name] for name in following}
+            last = (_part(steps, slice(-1, None)), _part(following, slice(-1, None)))
             waiting = self._waiting
+            if waiting is None or _layouts(last) != _layouts(waiting):
+                # Writing no rows checks all fields before anything changes.
+                none = slice(0, 0)
+                self._write(_part(steps, none), _part(following, none), _part(observed, none))
             if waiting is not None:
                 for columns in waiting:
                     self._order.keep(columns.values())
-                self._write(*waiting, {name: steps[name][:1] for name in following})
+                self._write(*waiting, _part(observed, slice(1)))
                 self._waiting = None
-            if waiting is None or num_steps > 1:
-                # A first call with one step writes no rows here, but the buffer checks all fields.
+            if num_steps > 1:
+                before_last = slice(-1)
                 self._write(
-                    {name: x[:-1] for name, x in steps.items()},
-                    {name: x[:-1] for name, x in following.items()},
-                    {name: steps[name][1:] for name in following},
+                    _part(steps, before_last),
+                    _part(following, before_last),
+                    _part(observed, slice(1, None)),
                 )
-            last_steps = {name: x[-1:] for name, x in steps.items()}
-            last_following = {name: x[-1:] for name, x in following.items()}
-            earlier = waiting or ({}, {})
-            self._waiting = (
-                _copied(last_steps, earlier[0]),
-                _copied(last_following, earlier[1]),
-            )
+            if waiting is not None and _layouts(last) == _layouts(waiting):
+                for columns, memory in zip(last, waiting, strict=True):
+                    torch._foreach_copy_([memory[name] for name in columns], list(columns.values()))
+                self._waiting = waiting
+            else:
+                self._waiting = (_copied(last[0]), _copied(last[1]))
 
     def _write(self, steps: _Columns, following: _Columns, later: _Columns) -> None:
         """Write steps to the buffer, and mark the steps after which a reset cuts a trajectory.
@@ -109,16 +115,17 @@ class StepPairs:
             self.buffer.clear()
 
 
-def _copied(columns: _Columns, memory: _Columns) -> _Columns:
-    """Copy tensors. Reuse the tensors in `memory` if their names, types and shapes are equal."""
-    if _layout(columns) == _layout(memory):
-        torch._foreach_copy_([memory[name] for name in columns], list(columns.values()))
-        return memory
+def _part(columns: Mapping[str, torch.Tensor], steps: slice) -> _Columns:
+    return {name: x[steps] for name, x in columns.items()}
+
+
+def _copied(columns: _Columns) -> _Columns:
     return {name: column.clone() for name, column in columns.items()}
 
 
-def _layout(columns: _Columns) -> dict[str, tuple[torch.dtype, torch.device, torch.Size]]:
-    return {name: (x.dtype, x.device, x.shape) for name, x in columns.items()}
+def _layouts(pair: tuple[_Columns, _Columns]) -> list[dict[str, tuple[Any, ...]]]:
+    """Return dtype, device and shape of each tensor."""
+    return [{name: (x.dtype, x.device, x.shape) for name, x in columns.items()} for columns in pair]
 
 
 def _any_set(flags: list[torch.Tensor]) -> torch.Tensor:

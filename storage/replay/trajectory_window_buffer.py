@@ -238,9 +238,11 @@ def count_windows(batch_size: int, length: int) -> int:
 
 
 def _one_over_bin_size(scores: torch.Tensor) -> torch.Tensor:
-    _, bin_of, sizes = torch.unique(scores.floor(), return_inverse=True, return_counts=True)
-    shares: torch.Tensor = 1.0 / sizes.to(scores.dtype)
-    return shares[bin_of]
+    bins = scores.floor()
+    ordered = bins.sort().values
+    # `torch.unique` would make the host wait for a GPU.
+    sizes = torch.searchsorted(ordered, bins, right=True) - torch.searchsorted(ordered, bins)
+    return 1.0 / sizes.to(scores.dtype)
 
 
 _MODES: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -269,7 +271,11 @@ def motion_priorities(
 
     Returns:
         Priorities `[E]`, not normalized: a new tensor on the device of the scores, with their
-        floating dtype (float32 for integers and lists).
+        floating dtype (float32 for integers and lists). On a GPU, the priority of a score that is
+        not finite is NaN; see `update_priorities`.
+
+    Raises:
+        UsageError: A score on the CPU is not finite, or an argument is invalid.
     """
     arguments.choice("mode", mode, _MODES)
     for name, number in (("min_value", min_value), ("max_value", max_value), ("scale", scale)):
@@ -283,8 +289,9 @@ def motion_priorities(
         )
     if not values.is_floating_point() or not isinstance(scores, (torch.Tensor, np.ndarray)):
         values = values.to(torch.float32)
-    wrong = (~torch.isfinite(values)).nonzero()
-    if len(wrong):
-        place = int(wrong[0])
+    is_finite = torch.isfinite(values)
+    if not values.is_cuda and not is_finite.all():
+        place = int((~is_finite).nonzero()[0])
         raise UsageError(f"scores must be finite, got {float(values[place])} at index {place}.")
-    return _MODES[mode](values.clamp(min_value, max_value) * scale)
+    priorities = _MODES[mode](values.clamp(min_value, max_value) * scale)
+    return priorities.where(is_finite, torch.nan) if values.is_cuda else priorities

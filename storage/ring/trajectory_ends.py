@@ -407,7 +407,9 @@ class EndedRows:
                 "the state is damaged: the keys of final observations are not ascending."
             )
         device = self._ring.device
-        self.num_places = max(self.num_places, len(keys))
+        # On a device the host learns late that more slots are needed. Twice as many leave time.
+        num_needed = len(keys) if self._is_on_cpu else min(2 * len(keys), self._num_rows)
+        self.num_places = max(self.num_places, num_needed)
         self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=device)
         self._keys[1 : len(keys) + 1] = keys.to(device)
         for name, leaf in leaves.items():
