@@ -212,6 +212,12 @@ def first_draws_by_priority(tmp_path: Path) -> list[Call]:
     return [*draws, partial(windows_by_priority().sample, 8)]
 
 
+def first_windows(tmp_path: Path) -> list[Call]:
+    windows = PrioritizedWindows(30, 3, device="cuda", generator=0)
+    steps = torch.ones(9, 2, 1, device="cuda")
+    return [lambda: windows.extend({"x": steps, "done": torch.zeros_like(steps)})]
+
+
 def large_calls(tmp_path: Path) -> list[Call]:
     ring = DictBuffer(640, "cuda", end_key="done", generator=0)
     ends = torch.ones(200, 1, device="cuda")
@@ -410,6 +416,7 @@ def python_numbers(tmp_path: Path) -> list[Call]:
 WAITING: dict[str, list[Callable[[Path], list[Call]]]] = {
     "draws of transitions and windows": [first_draws, draws_of_rare_rows],
     "draws by priority": [first_draws_by_priority],
+    "`PrioritizedWindows.extend`": [first_windows],
     '`extend` with final observations, or with `start_mode="trajectory"`': [large_calls],
     "`recurrent_mini_batch_generator`": [recurrent_batches],
     "`add_transitions` of tensors on the host": [steps_on_the_host],

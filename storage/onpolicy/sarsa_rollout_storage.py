@@ -147,7 +147,8 @@ class Finals:
     def mark(self, target: torch.Tensor) -> None:
         """Set `target`, bool `[B, 1]`, to True for the ended envs."""
         if self._count is None:
-            target[self._envs] = True
+            # Writing a Python value by an index would make the host wait for the device.
+            target.index_fill_(0, self._envs, 1)
         else:
             target |= self._has_ended.unsqueeze(1)
 

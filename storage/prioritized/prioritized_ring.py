@@ -207,7 +207,9 @@ class PrioritizedRing:
 
     def set_num_dead_updates(self, num_dead: int) -> None:
         """Set `num_dead_updates`, to continue the count of an earlier object."""
-        self._set_numbers(self.max_priority, num_dead)
+        if not self._is_on_cpu:
+            self._totals[0].zero_()
+        self._num_dead = num_dead
 
     @property
     def beta(self) -> float:
@@ -823,8 +825,7 @@ class PrioritizedRing:
             self._largest = largest
         else:
             self._largest = torch.full_like(self._largest, largest)
-            self._totals[0].zero_()
-        self._num_dead = num_dead
+        self.set_num_dead_updates(num_dead)
 
     def check_valid(self) -> tuple[bool, str]:
         """Check the invariants: return (whether all hold, description of the first violation)."""
