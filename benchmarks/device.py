@@ -781,8 +781,8 @@ def memory_lines(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]
             "bytes": num_bytes and round(num_bytes / num_lanes / sizes.slots, 2),
         }
     for transition in TRANSITIONS:
-        found = {name: round(num_bytes, 2) for name, num_bytes in transition.bytes(device).items()}
-        yield {"case": f"bytes of {transition}", **found}
+        actual = {name: round(num_bytes, 2) for name, num_bytes in transition.bytes(device).items()}
+        yield {"case": f"bytes of {transition}", **actual}
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,11 @@ class _Scene:
         hashed = (cell[..., 0] * 73856093 ^ cell[..., 1] * 19349663) * 2654435761 & 0xFFFF
         floor = self.tiles[tile] * (1 + GRAIN_STRENGTH * (hashed / 32768.0 - 1))[..., None]
         picture = np.where((rays[..., 2:] < 0) & (distance[..., None] < FAR), floor, sky)
-        for one in range(NUM_BALLS):
-            is_ball = ball == one
-            normal = (point[is_ball] - self._balls(time_s)[one]) / self.radius[one]
+        for number in range(NUM_BALLS):
+            is_ball = ball == number
+            normal = (point[is_ball] - self._balls(time_s)[number]) / self.radius[number]
             light = 0.35 + 0.65 * np.clip(normal @ np.array([0.4, 0.3, 0.866]), 0, 1)
-            picture[is_ball] = self.colour[one] * light[:, None]
+            picture[is_ball] = self.colour[number] * light[:, None]
         return np.clip(np.rint(picture), 0, 255).astype(np.uint8)
 
     def _balls(self, time_s: float) -> np.ndarray:
@@ -131,11 +131,11 @@ class _Scene:
         with np.errstate(divide="ignore"):
             distance = np.where(rays[..., 2] < 0, -CAMERA_HEIGHT / rays[..., 2], FAR)
         distance, ball = np.minimum(distance, FAR), np.full((size, size), -1)
-        for one, centre in enumerate(self._balls(time_s)):
+        for number, centre in enumerate(self._balls(time_s)):
             towards = centre - origin
             along = rays @ towards
-            inside = self.radius[one] ** 2 - (towards @ towards - along**2)
+            inside = self.radius[number] ** 2 - (towards @ towards - along**2)
             reached = along - np.sqrt(np.maximum(inside, 0))
             is_hit = (inside > 0) & (reached > 0.05) & (reached < distance)
-            distance, ball = np.where(is_hit, reached, distance), np.where(is_hit, one, ball)
+            distance, ball = np.where(is_hit, reached, distance), np.where(is_hit, number, ball)
         return distance, ball, rays, origin

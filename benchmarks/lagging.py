@@ -54,11 +54,11 @@ class LaggingFileSystem(AbstractFileSystem):  # type: ignore[misc]
         name = self._answer(path, None, None)
         entries = [entry for entry in os.scandir(self.root / name) if entry.is_file()]
         stats = [(f"{name}/{entry.name}", entry.stat()) for entry in entries]
-        found = [
+        actual = [
             {"name": name, "size": at.st_size, "mtime": at.st_mtime_ns, "type": "file"}
             for name, at in stats
         ]
-        return found if detail else [entry["name"] for entry in found]
+        return actual if detail else [entry["name"] for entry in actual]
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any

@@ -385,7 +385,7 @@ def draw_by_rejection(
 
     The largest possible weight is 1.
     """
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
     missing, share = num_draws, 0.5
     while missing:
         candidate = torch.randint(
@@ -394,9 +394,9 @@ def draw_by_rejection(
         luck = torch.rand(len(candidate), dtype=torch.float64, generator=generator)
         accepted = candidate[luck < weights.index_select(0, candidate)]
         share = max(0.01, len(accepted) / len(candidate))
-        found.append(accepted[:missing])
-        missing -= len(found[-1])
-    return torch.cat(found)
+        result.append(accepted[:missing])
+        missing -= len(result[-1])
+    return torch.cat(result)
 
 
 class PerItem:

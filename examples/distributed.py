@@ -182,7 +182,9 @@ def sequence(run: Path) -> list[list[str]]:
 def main(settings: Settings) -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     shutil.rmtree(FOLDER, ignore_errors=True)
-    data, whole, killed, one = (FOLDER / name for name in ("data", "whole", "killed", "one"))
+    data, whole, killed, resumed_by_one = (
+        FOLDER / name for name in ("data", "whole", "killed", "one")
+    )
     record(data, settings)
     whole.mkdir()
     killed.mkdir()
@@ -191,21 +193,21 @@ def main(settings: Settings) -> None:
     dies_at = random.randint(settings.steps_per_checkpoint + 1, settings.num_steps - 1)
     exit_codes = in_ranks(2, train, data, killed, settings, dies_at)
     assert -signal.SIGKILL in exit_codes
-    shutil.copytree(killed, one)
+    shutil.copytree(killed, resumed_by_one)
     saved = load_checkpoint(killed / CHECKPOINT)["step"] if (killed / CHECKPOINT).exists() else 0
     print(f"killed at step {dies_at}; the checkpoint holds step {saved}")
     expected = sequence(whole)
-    for run, num_ranks in ((killed, 2), (one, 1)):
+    for run, num_ranks in ((killed, 2), (resumed_by_one, 1)):
         exit_codes = in_ranks(num_ranks, train, data, run, settings)
         assert exit_codes == [0] * num_ranks
-        found, policies = (
+        actual, policies = (
             sequence(run),
             [load_checkpoint(path / CHECKPOINT)["policy"] for path in (whole, run)],
         )
         pairs = zip(*(policy.values() for policy in policies), strict=True)
         difference = max((a - b).abs().max().item() for a, b in pairs)
-        is_equal = f"equal bit by bit: {found == expected}"
-        print(f"resumed on {num_ranks}: {len(found)} batches of {len(found[0])} envs, {is_equal}")
+        is_equal = f"equal bit by bit: {actual == expected}"
+        print(f"resumed on {num_ranks}: {len(actual)} batches of {len(actual[0])} envs, {is_equal}")
         print(f"  weights differ by {difference:.2g} from those of the run without a kill")
 
 

@@ -44,23 +44,26 @@ def rich(kind: Any) -> Any:
     shapes = {"state": (3,), "camera": {"rgb": ((2, 2), "float32")}}
     storage = kind(2, 2, shapes, (5,), (2,), policy_outputs=outputs, generator=0)
     for step in range(2):
-        one = make_transition(step, 2)
-        one.action_mean = one.action_sigma = None
-        one.observations = {
+        item = make_transition(step, 2)
+        item.action_mean = item.action_sigma = None
+        item.observations = {
             "state": torch.full((2, 3), step + 0.5),
             "camera": {"rgb": torch.full((2, 2, 2), step)},
         }
         if kind is SarsaRolloutStorage:
-            one.next_observations, one.next_critic_observations = (
-                one.observations,
-                one.critic_observations + 1,
+            item.next_observations, item.next_critic_observations = (
+                item.observations,
+                item.critic_observations + 1,
             )
-        one.hidden_states = (torch.full((1, 2, 3), step + 0.25), torch.full((1, 2, 3), step + 0.75))
-        one.policy_outputs = {
+        item.hidden_states = (
+            torch.full((1, 2, 3), step + 0.25),
+            torch.full((1, 2, 3), step + 0.75),
+        )
+        item.policy_outputs = {
             "logits": torch.full((2, 4), step + 0.125),
             "choice": torch.full((2, 1), step),
         }
-        storage.add_transitions(one)
+        storage.add_transitions(item)
     storage.compute_returns(torch.ones(2, 1), 0.9, 0.8)
     return storage
 
@@ -91,8 +94,8 @@ def state_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), value.tolist()]
     if isinstance(value, dict):
-        return {str(key): state_of(one) for key, one in value.items()}
-    return [state_of(one) for one in value] if isinstance(value, (list, tuple)) else repr(value)
+        return {str(key): state_of(item) for key, item in value.items()}
+    return [state_of(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
 
 
 def replayed(folder: Path | None = None, **options: Any) -> TrajectoryReplayBuffer:

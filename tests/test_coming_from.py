@@ -24,13 +24,13 @@ OPTIONAL = {"tensordict", "ray"}
 
 def tables() -> dict[str, list[list[str]]]:
     """Parse the table of each system on the page. Returns lists of rows, by system."""
-    found: dict[str, list[list[str]]] = {}
+    result: dict[str, list[list[str]]] = {}
     for part in PAGE.split("\n## ")[1:]:
         name, _, text = part.partition("\n")
         lines = [line for line in text.splitlines() if line.startswith("|")]
         assert lines[:2] == ["| theirs | ours | what differs |", "|---|---|---|"], name
-        found[name] = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    return found
+        result[name] = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return result
 
 
 ROWS = [(system, row) for system, rows in tables().items() for row in rows]
@@ -42,15 +42,15 @@ def imported(path: str) -> tuple[Any, Any]:
     parts = path.split(".")
     for stop in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:stop]))
+            actual: Any = importlib.import_module(".".join(parts[:stop]))
         except ModuleNotFoundError as error:
             if error.name in OPTIONAL:
                 pytest.skip(f"needs {error.name}")
             continue
         owner = None
         for name in parts[stop:]:
-            owner, found = found, getattr(found, name)
-        return found, owner
+            owner, actual = actual, getattr(actual, name)
+        return actual, owner
     raise AssertionError(path)
 
 
@@ -59,11 +59,11 @@ def parameters_of(made: Any) -> dict[str, inspect.Parameter]:
 
     The parameters of a class include those of its base classes.
     """
-    found = dict(inspect.signature(made).parameters)
+    actual = dict(inspect.signature(made).parameters)
     for base in made.__mro__[1:-1] if inspect.isclass(made) else ():
         further = inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}
-        found |= {name: one for name, one in further.items() if name not in found}
-    return found
+        actual |= {name: item for name, item in further.items() if name not in actual}
+    return actual
 
 
 def test_there_is_a_table_for_each_system_and_a_page_in_the_navigation():

@@ -447,9 +447,9 @@ def host_rows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
             "extend(one collect_iter)": lambda: buffer.extend_tensors(rows, collect_iter=3),
             "update": lambda: buffer.update_priorities(on_host, priorities),
             "update(one priority)": lambda: buffer.update_priorities(ids, 0.5),
-            "update(a priority on the device)": lambda: buffer.update_priorities(ids, one),
+            "update(a priority on the device)": lambda: buffer.update_priorities(ids, item),
         }
-        one = torch.tensor(0.5, device="cuda")
+        item = torch.tensor(0.5, device="cuda")
         return calls[call]
 
     return prepare

@@ -84,8 +84,8 @@ def test_each_name_in_the_table_of_jobs_is_public() -> None:
     for name in names - set(COMMANDS):
         module, _, attribute = name.rpartition(".")
         places = [module] if module else ["rollout_data", "storage"]
-        found = [hasattr(importlib.import_module(place), attribute) for place in places]
-        assert any(found) or importlib.util.find_spec(name), name
+        actual = [hasattr(importlib.import_module(place), attribute) for place in places]
+        assert any(actual) or importlib.util.find_spec(name), name
 
 
 def test_each_command_in_the_table_of_jobs_exists() -> None:

@@ -76,11 +76,11 @@ def test_copying_an_object_with_files_or_threads_raises(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path, 2) as writer, AsyncCheckpointSaver() as saver:
         collector = PipelinedDataCollector([1, 2, 3])
         items = iter(collector)
-        for one in (writer, saver, collector, items, TrajectoryReplayBuffer()):
+        for item in (writer, saver, collector, items, TrajectoryReplayBuffer()):
             for way in WAYS.values():
                 with pytest.raises(
                     UsageError,
-                    match=f"a {type(one).__name__} owns files or threads and cannot be pickled",
+                    match=f"a {type(item).__name__} owns files or threads and cannot be pickled",
                 ):
-                    way(one)
+                    way(item)
         assert list(items) == [1, 2, 3]

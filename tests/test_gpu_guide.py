@@ -45,12 +45,12 @@ GUIDE = (Path(__file__).parents[1] / "storage" / "GPU.md").read_text(encoding="u
 
 def rows_of(header: str) -> dict[str, list[str]]:
     """Return the rows of the table with a header: first cell -> the other cells."""
-    found = {}
+    result = {}
     table = GUIDE.partition(f"\n| {header} |")[2].partition("\n\n")[0]
     for line in table.splitlines()[2:]:
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        found[name] = cells
-    return found
+        result[name] = cells
+    return result
 
 
 LAUNCHES = rows_of("call | launches")
@@ -150,9 +150,9 @@ def test_more_environments_need_no_more_launches() -> None:
 
 @pytest.mark.parametrize("sizes", TRANSITIONS, ids=str)
 def test_the_bytes_of_a_transition_are_those_of_the_guide(sizes: TransitionSizes) -> None:
-    found = [round(num_bytes) for num_bytes in sizes.bytes("cuda").values()]
-    assert found == [int(cell) for cell in BYTES[str(sizes)]]
-    ours, of_pairs, _ = found
+    actual = [round(num_bytes) for num_bytes in sizes.bytes("cuda").values()]
+    assert actual == [int(cell) for cell in BYTES[str(sizes)]]
+    ours, of_pairs, _ = actual
     assert ours <= 0.6 * of_pairs
 
 

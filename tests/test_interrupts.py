@@ -120,8 +120,8 @@ def test_close_publishes_every_finished_step_after_an_interrupt_at_any_line(
         calls = {"add": add_two, "flush": writer.flush, "close": writer.close}
         entered = interrupt(calls[name], point)
         check_ends(point, writer.close, writer.close)
-        found = steps_in(folder)
-        assert len(found) == len(set(found)) and set(found) >= set(finished), point
+        actual = steps_in(folder)
+        assert len(actual) == len(set(actual)) and set(actual) >= set(finished), point
         assert not list(folder.glob("*.tmp*")), point
         return entered
 
@@ -157,9 +157,9 @@ def test_a_collector_can_be_closed_and_restarted_after_an_interrupt_at_any_line(
             next(items)
 
         entered = interrupt(take_two, point)
-        found: list[int] = []
-        check_ends(point, collector.close, collector.close, lambda: found.extend(collector))
-        assert found == list(range(5)), point
+        result: list[int] = []
+        check_ends(point, collector.close, collector.close, lambda: result.extend(collector))
+        assert result == list(range(5)), point
         return entered
 
     interrupt_everywhere(trial)

@@ -22,18 +22,18 @@ def test_the_repository_names_no_machine() -> None:
     own = re.compile(
         "|".join(["/" + r"(work|root|home|Users)/\w", "--(extra-)?index" + "-url", "file:" + "///"])
     )
-    found = []
+    result = []
     for name in listed.stdout.splitlines():
         path = ROOT / name
         if path.suffix in {".py", ".md", ".cfg", ".toml", ".txt", ".json", ""} and path.is_file():
             # Chunks of zarr have no suffix
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            found += [
+            result += [
                 f"{name}:{number}: {line}"
                 for number, line in enumerate(lines, 1)
                 if own.search(line)
             ]
-    assert found == []
+    assert result == []
 
 
 def test_no_extra_is_without_code_that_imports_it() -> None:

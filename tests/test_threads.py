@@ -22,13 +22,13 @@ def fail(text: str) -> None:
 
 
 def test_jobs_run_in_order_in_one_other_thread() -> None:
-    worker, found, threads = Worker("test"), [], set()
+    worker, actual, threads = Worker("test"), [], set()
     for number in range(100):
-        worker.submit(found.append, number)
+        worker.submit(actual.append, number)
         worker.submit(lambda: threads.add(threading.current_thread()))
     worker.drain()
     assert (
-        found == list(range(100))
+        actual == list(range(100))
         and len(threads) == 1
         and threading.current_thread() not in threads
     )
@@ -36,7 +36,7 @@ def test_jobs_run_in_order_in_one_other_thread() -> None:
     worker.close()
     worker.close()
     with pytest.raises(ClosedError):
-        worker.submit(found.append, 1)
+        worker.submit(actual.append, 1)
 
 
 def test_submit_waits_while_the_queue_is_full() -> None:
@@ -60,14 +60,14 @@ def test_submit_waits_while_the_queue_is_full() -> None:
 
 
 def test_the_first_failure_is_raised_once_and_later_jobs_run() -> None:
-    worker, found = Worker("test", 9), []
+    worker, actual = Worker("test", 9), []
     for calls in (worker.drain, lambda: worker.submit(print), worker.check, worker.close):
         gate = threading.Event()
         worker.submit(gate.wait, 20)
         futures = [
             worker.submit(fail, "first"),
             worker.submit(fail, "second"),
-            worker.submit(found.append, 1),
+            worker.submit(actual.append, 1),
         ]
         gate.set()
         assert futures[2].result(20) is None and [
@@ -79,7 +79,7 @@ def test_the_first_failure_is_raised_once_and_later_jobs_run() -> None:
         with pytest.raises(KeyError, match="first"):
             calls()
         worker.check()
-    assert found == [1] * 4
+    assert actual == [1] * 4
     worker.close()
 
 

@@ -246,13 +246,13 @@ class Elsewhere:
         return type(self.made)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.made, name)
-        if not callable(found):
-            return found
+        actual = getattr(self.made, name)
+        if not callable(actual):
+            return actual
 
         def called(*arguments: Any, **options: Any) -> Any:
             with torch.device("meta"):
-                result = found(*arguments, **options)
+                result = actual(*arguments, **options)
                 return list(result) if isinstance(result, Iterator) else result
 
         return called
@@ -310,11 +310,11 @@ def _made(calls: list[Call], inside: set[int]) -> list[Any]:
     made, results = None, []
     for place, call in enumerate(calls):
         with torch.inference_mode() if place in inside else nullcontext():
-            found = call(made)
+            actual = call(made)
         if place == 0:
-            made = found
+            made = actual
         else:
-            results.append(found)
+            results.append(actual)
     return results
 
 

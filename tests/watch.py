@@ -39,14 +39,14 @@ def watching(watcher: Watcher) -> Iterator[None]:
 @contextmanager
 def opened(suffix: str) -> Iterator[list[str]]:
     """List the paths with an ending in the order in which they are opened within the block."""
-    found: list[str] = []
+    result: list[str] = []
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and str(arguments[0]).endswith(suffix):
-            found.append(str(arguments[0]))
+            result.append(str(arguments[0]))
 
     with watching(note):
-        yield found
+        yield result
 
 
 def await_wait_in(thread: threading.Thread, name: str, within_s: float = 60.0) -> None:

@@ -33,9 +33,9 @@ def test_the_memory_section_prints_the_bytes_of_a_transition(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = lines_of(capsys, "--only", "memory")
-    found = {line["case"]: line for line in lines if "case" in line}
-    assert found["DictBuffer"]["bytes"] > 0
+    actual = {line["case"]: line for line in lines if "case" in line}
+    assert actual["DictBuffer"]["bytes"] > 0
     for sizes in device.TRANSITIONS:
-        line = found[f"bytes of {sizes}"]
+        line = actual[f"bytes of {sizes}"]
         for name, num_bytes in sizes.bytes("cpu").items():
             assert line[name] == pytest.approx(num_bytes, abs=0.01)

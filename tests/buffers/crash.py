@@ -64,12 +64,12 @@ def check_what_is_left(folder: Path, seed: int) -> int:
     name = NAMES[seed % len(NAMES)]
     stores = states_of(name)
     try:
-        found = plain(load(folder / "saved").state_dict())
+        actual = plain(load(folder / "saved").state_dict())
     except RolloutDataError:
         assert written == 0, f"{name}: {written} saves were complete"
         return 0
     known = [plain(store.state_dict()) for store in stores]
-    assert found in [known[(number - 1) % 2] for number in range(max(written, 1), begun + 1)]
+    assert actual in [known[(number - 1) % 2] for number in range(max(written, 1), begun + 1)]
     stores[0].save(folder / "saved")
     left = {path.name for path in folder.iterdir()} - {".begun", ".written"}
     assert left == {"saved"}, f"{name}: the next save removes what the killed one left: {left}"

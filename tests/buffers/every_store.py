@@ -40,15 +40,15 @@ ROOT = Path(__file__).parents[2]
 
 def rollout(kind: Any = RolloutStorage, num_envs: int = 2) -> Any:
     storage = make_storage(num_envs, 2, kind)
-    one = make_transition(0, num_envs)
+    item = make_transition(0, num_envs)
     if kind is ActionLabelRollout:
-        one.action_labels = torch.zeros(num_envs, 2)
+        item.action_labels = torch.zeros(num_envs, 2)
     if kind is SarsaRolloutStorage:
-        one.next_observations, one.next_critic_observations = (
-            one.observations + 1,
-            one.critic_observations + 1,
+        item.next_observations, item.next_critic_observations = (
+            item.observations + 1,
+            item.critic_observations + 1,
         )
-    storage.add_transitions(one)
+    storage.add_transitions(item)
     return storage
 
 

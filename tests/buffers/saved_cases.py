@@ -89,20 +89,20 @@ def items(kind: Any) -> Case:
         options |= {"enable_track_used_data": True}
 
     def add(buffer: Any, number: int) -> None:
-        one = item(number, collect_iter=number, data_id=f"file {number}")
+        entry = item(number, collect_iter=number, data_id=f"file {number}")
         other = item(number + 1, collect_iter=1, data_id="x")
-        buffer.append([one, other] if kind is EpisodeReplayBuffer else one)
+        buffer.append([entry, other] if kind is EpisodeReplayBuffer else entry)
 
     def draw(buffer: Any) -> list[Any]:
         drawn: list[Any] = []
         for iteration in range(8):
-            found = buffer.sample(2, 40 + iteration) or []
-            steps = [one[0] for one in found] if kind is EpisodeReplayBuffer else found
+            actual = buffer.sample(2, 40 + iteration) or []
+            steps = [entry[0] for entry in actual] if kind is EpisodeReplayBuffer else actual
             names = [step["replay_unique_id"] for step in steps]
             drawn.append((names, [step["note"] for step in steps]))
-            if kind is AdvancedReplayBuffer and found:
-                drawn.append([(x["IS"], x["use"], x["priority"], x["staleness"]) for x in found])
-                priorities = [0.1 * (iteration % 7)] * len(found)
+            if kind is AdvancedReplayBuffer and actual:
+                drawn.append([(x["IS"], x["use"], x["priority"], x["staleness"]) for x in actual])
+                priorities = [0.1 * (iteration % 7)] * len(actual)
                 update = {"replay_unique_id": names, "priority": priorities}
                 buffer.update({**update, "used_id": ["file 2"]})
         if kind is AdvancedReplayBuffer:
@@ -166,11 +166,13 @@ def manager() -> Case:
     def draw(buffers: Any) -> list[Any]:
         drawn = []
         for step in range(8):
-            found = buffers.sample(12, step)
-            ids = [one["replay_unique_id"] for one in found]
+            actual = buffers.sample(12, step)
+            ids = [entry["replay_unique_id"] for entry in actual]
             priorities = [0.1 + (step + place) % 5 for place in range(12)]
             buffers.update({"replay_unique_id": ids, "priority": priorities})
-            drawn.append([(one["replay_unique_id"], one["IS"], one["use"]) for one in found])
+            drawn.append(
+                [(entry["replay_unique_id"], entry["IS"], entry["use"]) for entry in actual]
+            )
         return [*drawn, buffers.sample_ratio]
 
     return Case(make, add, draw, 3)

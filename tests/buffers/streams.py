@@ -37,23 +37,23 @@ class Naive:
         """Return (lane, id of the first row) of every window of stored rows within one
         trajectory.
         """
-        found = set()
+        actual = set()
         for lane in range(self.num_lanes):
             for first in range(self.oldest, self.total - length + 1):
                 if not any(self.ends[row][lane] for row in range(first, first + length - 1)):
-                    found.add((lane, first))
-        return found
+                    actual.add((lane, first))
+        return actual
 
     def segments(self) -> list[tuple[int, int, int]]:
         """Return (lane, first row, number of rows) of the stored part of every trajectory."""
-        found = []
+        result = []
         for lane in range(self.num_lanes):
             first = self.oldest
             for row in range(self.oldest, self.total):
                 if self.ends[row][lane] or row == self.total - 1:
-                    found.append((lane, first, row - first + 1))
+                    result.append((lane, first, row - first + 1))
                     first = row + 1
-        return found
+        return result
 
     def law_by_trajectory(self, length: int) -> dict[tuple[int, int], float]:
         """Return the probability of every window if trajectories are drawn first."""

@@ -55,13 +55,13 @@ class Steps:
 
     def valid(self, capacity: int, num_steps: int, is_marked: bool) -> set[tuple[int, int]]:
         """Return (lane, first row) of every transition that may be drawn."""
-        found = set()
+        actual = set()
         for lane in range(self.num_lanes):
             for first in range(max(0, len(self.ends) - capacity), len(self.ends)):
                 _, is_end, is_known = self.transition(lane, first, num_steps)
                 if is_known or (is_end and is_marked):
-                    found.add((lane, first))
-        return found
+                    actual.add((lane, first))
+        return actual
 
     def check(self, batch: dict[str, Any], num_steps: int, is_marked: bool) -> Counter:
         """Check every value of a batch. Return how often each (lane, first row) was drawn."""
@@ -171,7 +171,7 @@ def test_windows_end_where_their_trajectory_does_on_a_device(
             final = {"observation": record["observation"] + 0.25} if has_finals else None
             buffer.extend(record, final=final)
             total += size
-        found = set()
+        actual = set()
         for _ in range(4):
             batch = buffer.sample(3 * 1500)
             parts = [batch["observation"], batch["next"]["observation"]]
@@ -180,8 +180,8 @@ def test_windows_end_where_their_trajectory_does_on_a_device(
             windows = torch.cat([part.cpu().float().flatten(1) for part in parts], 1).reshape(
                 1500, -1
             )
-            found |= set(map(tuple, windows.tolist()))
-        batches.append(found)
+            actual |= set(map(tuple, windows.tolist()))
+        batches.append(actual)
     assert batches[0] == batches[1]
 
 

@@ -74,7 +74,7 @@ def makers() -> dict[str, Callable[[bool], Callable[[int], dict[str, Any]]]]:
             buffer.add(unflat(rows(400)))
         return lambda size: buffer.sample(size, contiguous=contiguous)
 
-    return {one.__name__: one for one in (ring, transitions, windows, episodes, trajectories)}
+    return {item.__name__: item for item in (ring, transitions, windows, episodes, trajectories)}
 
 
 def unflat(tree: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def test_a_later_sample_does_not_write_into_an_earlier_sample(kind: str, contigu
         if number % 7 == 6:  # some are dropped, so that their memory is reused
             del held[:: 1 + number % 3]
         del leaves, leaf, kept
-        for one, copied in held:
-            assert (one == copied).all()
+        for item, copied in held:
+            assert (item == copied).all()
 
 
 def test_threads_sample_separate_buffers_with_equal_fields() -> None:
@@ -145,14 +145,14 @@ def test_changing_a_sample_changes_neither_the_buffer_nor_the_next_sample(kind: 
 @pytest.fixture
 def mapped() -> Iterator[list[int]]:
     """Return the bytes of each new mapping of memory."""
-    found: list[int] = []
+    result: list[int] = []
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "mmap.__new__":
-            found.append(arguments[1])
+            result.append(arguments[1])
 
     with watching(note):
-        yield found
+        yield result
 
 
 def test_memory_of_samples_with_many_wide_fields_is_reused(mapped: list[int]) -> None:

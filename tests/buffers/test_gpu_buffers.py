@@ -33,11 +33,11 @@ def test_uniform_sampling_and_adding_never_wait_for_the_device() -> None:
         for _ in range(20):
             buffer.extend(row)
             z.add(latent)
-            batch, found = buffer.sample(256), z.sample(7)
+            batch, actual = buffer.sample(256), z.sample(7)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (
-        batch["a"]["b"].device.type == "cuda" and bool(batch["c"].all()) and found.shape == (7, 8)
+        batch["a"]["b"].device.type == "cuda" and bool(batch["c"].all()) and actual.shape == (7, 8)
     )
 
 

@@ -114,9 +114,9 @@ def _listed(rows: list[list[tuple[int, bool]]], num_slots: int) -> set[tuple[int
 def _drawn(buffer: DictBuffer) -> set[tuple[int, int, int]]:
     """Collect the pairs of many draws; an empty set if none can be drawn."""
     try:
-        found: dict[str, Any] = buffer.sample_transitions(NUM_DRAWS, next_keys=("x", "env"))
+        actual: dict[str, Any] = buffer.sample_transitions(NUM_DRAWS, next_keys=("x", "env"))
     except UsageError:
         return set()
-    assert torch.equal(found["env"], found["next"]["env"])
-    columns = (found["env"], found["x"], found["next"]["x"])
+    assert torch.equal(actual["env"], actual["next"]["env"])
+    columns = (actual["env"], actual["x"], actual["next"]["x"])
     return set(zip(*(column.flatten().int().tolist() for column in columns), strict=True))

@@ -82,12 +82,12 @@ def check_windows(
     length = data.draw(st.integers(1, ring.num_live))
     first = torch.tensor([ring.oldest, ring.total - length])
     lane = torch.tensor([0, ring.num_lanes - 1])
-    found = windows_of(ring, ring.place(lane, first), length)
+    actual = windows_of(ring, ring.place(lane, first), length)
     for i in range(2):
         for step in range(length):
             for name in FIELDS:
                 expected = model[int(first[i]) + step][name][int(lane[i])]
-                assert torch.equal(found[name][i * length + step], expected)
+                assert torch.equal(actual[name][i * length + step], expected)
 
 
 @given(capacity=st.integers(1, 7), sizes=st.lists(st.integers(0, 21), min_size=1, max_size=6))

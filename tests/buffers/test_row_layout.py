@@ -39,10 +39,10 @@ field_lists = st.lists(
 def random_bits(
     num_rows: int, lanes: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int
 ) -> torch.Tensor:
-    found = torch.empty((num_rows, lanes, *shape), dtype=dtype)
+    actual = torch.empty((num_rows, lanes, *shape), dtype=dtype)
     rng = np.random.default_rng(seed)
-    bits = rng.integers(0, 2 if dtype is torch.bool else 256, found.nbytes, np.uint8)
-    return torch.from_numpy(bits).view(dtype).view(found.shape) if found.numel() else found
+    bits = rng.integers(0, 2 if dtype is torch.bool else 256, actual.nbytes, np.uint8)
+    return torch.from_numpy(bits).view(dtype).view(actual.shape) if actual.numel() else actual
 
 
 def bits_of(leaf: torch.Tensor) -> bytes:
@@ -188,10 +188,10 @@ def test_a_cut_has_the_requested_nesting_and_order_and_checks_name_clashes() -> 
         Target(0, "a/b", "x/now"),
         Target(1, "c", "y"),
     ]
-    found = ring.rows(places, Cut(ring.groups, asked))
-    assert list(found) == ["x", "y"] and list(found["x"]) == ["later", "now"]
-    assert found["x"]["later"].tolist() == found["y"].tolist() == [3, 1]
-    assert found["x"]["now"].tolist() == [[4, 5], [0, 1]]
+    actual = ring.rows(places, Cut(ring.groups, asked))
+    assert list(actual) == ["x", "y"] and list(actual["x"]) == ["later", "now"]
+    assert actual["x"]["later"].tolist() == actual["y"].tolist() == [3, 1]
+    assert actual["x"]["now"].tolist() == [[4, 5], [0, 1]]
     assert list(ring.rows(places, Cut(ring.groups, [Target(0, "a/b", "a/b")], nested=False))) == [
         "a/b"
     ]

@@ -73,10 +73,10 @@ def test_a_mapper_receives_nested_observations(tmp_path: Path) -> None:
         assert observation["a"].dtype is torch.float32
         return {"both": torch.cat([observation["b"], observation["a"]], 1)}
 
-    found = load_motions(motions(tmp_path / "m", write), obs_dict_mapper=swap).get_full_buffer()[
+    actual = load_motions(motions(tmp_path / "m", write), obs_dict_mapper=swap).get_full_buffer()[
         "observation"
     ]
-    assert found["both"].tolist() == [[0, 1, 1]] * 4
+    assert actual["both"].tolist() == [[0, 1, 1]] * 4
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_absolute_paths_inside_of_the_root_are_read(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text(f"{path}\na.h5\n")
     (tmp_path / "linked").symlink_to(tmp_path / "root")
     for root in (tmp_path / "root", tmp_path / "linked"):
-        found = load_expert_trajectories(tmp_path / "list.txt", root, 2, "cpu")
-        assert found.file_names == [str(path), "a.h5"]
+        actual = load_expert_trajectories(tmp_path / "list.txt", root, 2, "cpu")
+        assert actual.file_names == [str(path), "a.h5"]
     (tmp_path / "list.txt").write_text(f"{tmp_path / 'root' / 'none.h5'}\n")
     with pytest.raises(FileNotFoundError, match=r"Line 1 of .* has no file of that name"):
         load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
@@ -141,10 +141,10 @@ def test_a_line_is_read_as_written_and_then_without_spaces(tmp_path: Path) -> No
         "  inner .h5 ": 5,
     }
     (root / "list.txt").write_text("\n".join(lines) + "\n")
-    found = load_motions(root)
-    starts = [int(start) for start in found.start_idx]
-    assert found.get_full_buffer()["number"].flatten()[starts].tolist() == list(lines.values())
-    assert found.file_names == [
+    actual = load_motions(root)
+    starts = [int(start) for start in actual.start_idx]
+    assert actual.get_full_buffer()["number"].flatten()[starts].tolist() == list(lines.values())
+    assert actual.file_names == [
         "with space.h5",
         "withspace.h5",
         "only.h5",
@@ -231,18 +231,20 @@ class Library:
 @pytest.mark.parametrize("kind", ["list", "iterator", "object", "columns of ids", "tensors"])
 def test_motions_in_memory_are_loaded_with_their_ids(kind: str) -> None:
     listed = list(Library())
-    given: Any = {"list": listed, "iterator": iter(listed), "object": Library()}.get(kind)
+    value: Any = {"list": listed, "iterator": iter(listed), "object": Library()}.get(kind)
     if kind == "columns of ids":
-        given = [
-            {**one, "motion_id": np.full(len(one["action"]), one["motion_id"])} for one in listed
+        value = [
+            {**item, "motion_id": np.full(len(item["action"]), item["motion_id"])}
+            for item in listed
         ]
     if kind == "tensors":
-        given = [
-            {**one, "observation": torch.from_numpy(one["observation"]["state"])} for one in listed
+        value = [
+            {**item, "observation": torch.from_numpy(item["observation"]["state"])}
+            for item in listed
         ]
-    found = load_expert_trajectories_from_motion_lib(given, seq_length=2, device="cpu")
-    assert found.motion_ids == [7, 3] and found.lengths.tolist() == [4, 5]
-    rows = found.get_full_buffer()
+    actual = load_expert_trajectories_from_motion_lib(value, seq_length=2, device="cpu")
+    assert actual.motion_ids == [7, 3] and actual.lengths.tolist() == [4, 5]
+    rows = actual.get_full_buffer()
     observation = rows["observation"] if kind == "tensors" else rows["observation"]["state"]
     assert (
         observation.dtype is torch.float32 and observation[:, 0].tolist() == [7.0] * 4 + [3.0] * 5
@@ -250,7 +252,7 @@ def test_motions_in_memory_are_loaded_with_their_ids(kind: str) -> None:
     assert rows["action"].dtype is torch.float64
     if kind != "tensors":
         assert rows["observation"]["id"].flatten().tolist() == [7] * 4 + [3] * 5
-    assert found.sample(4)["observation"] is not None
+    assert actual.sample(4)["observation"] is not None
 
 
 def test_episodes_of_a_recording_are_loaded_as_motions(tmp_path: Path) -> None:
@@ -258,18 +260,18 @@ def test_episodes_of_a_recording_are_loaded_as_motions(tmp_path: Path) -> None:
 
     record(tmp_path, [4, 5, 3])
     recording = rollout_data.open(tmp_path)
-    for given in (recording, list(recording)[:3], iter(recording)):
-        found = load_expert_trajectories_from_motion_lib(given, 2, "cpu")
-        assert found.motion_ids == recording.ids and found.lengths.tolist() == [4, 5, 3]
-    assert found.get_full_buffer()["observation"][4:9, 1].tolist() == [0, 1, 2, 3, 4]
+    for value in (recording, list(recording)[:3], iter(recording)):
+        actual = load_expert_trajectories_from_motion_lib(value, 2, "cpu")
+        assert actual.motion_ids == recording.ids and actual.lengths.tolist() == [4, 5, 3]
+    assert actual.get_full_buffer()["observation"][4:9, 1].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_mapper_receives_observations_of_motions_in_memory(tmp_path: Path) -> None:
     def mapper(observation: Any) -> dict[str, Any]:
         return {"first": observation["state"][:, :1]}
 
-    found = load_expert_trajectories_from_motion_lib(Library(), 2, "cpu", mapper)
-    assert found.get_full_buffer()["observation"]["first"].shape == (9, 1)
+    actual = load_expert_trajectories_from_motion_lib(Library(), 2, "cpu", mapper)
+    assert actual.get_full_buffer()["observation"]["first"].shape == (9, 1)
     with pytest.raises(TypeError, match="motion 0 has no observation"):
         load_expert_trajectories_from_motion_lib([{"action": np.zeros((4, 1))}], 2, "cpu", mapper)
 
@@ -292,6 +294,6 @@ def test_an_invalid_motion_raises_with_its_name(given: Any, text: str) -> None:
 
 def test_a_buffer_is_loaded_by_the_keyword_path(tmp_path: Path) -> None:
     load_expert_trajectories_from_motion_lib(Library(), 2).save(tmp_path / "b")
-    found = load_buffer(path=tmp_path / "b", device="cpu")
-    assert isinstance(found, TrajectoryDictBuffer) and found.motion_ids == [7, 3]
+    actual = load_buffer(path=tmp_path / "b", device="cpu")
+    assert isinstance(actual, TrajectoryDictBuffer) and actual.motion_ids == [7, 3]
     assert load_store(path=tmp_path / "b").motion_ids == [7, 3]

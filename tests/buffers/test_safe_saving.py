@@ -62,11 +62,11 @@ def flip_and_load(
                 damaged[place] ^= bits
                 path.write_bytes(damaged)
                 try:
-                    found = plain(load_it(folder))
+                    actual = plain(load_it(folder))
                 except RolloutDataError as error:
                     assert str(folder) in str(error), f"{path.name} {place}: {error}"
                     continue
-                assert found == whole or not has_sums, (
+                assert actual == whole or not has_sums, (
                     f"byte {place} of {path.name} gave other data"
                 )
         path.write_bytes(content)
@@ -418,11 +418,11 @@ def test_stores_of_earlier_releases_load(tmp_path: Path, kind: str) -> None:
     config = config_of(tmp_path / "b" / "config.json")
     del config["save_id"]
     with h5py.File(tmp_path / "b" / "columns.hdf5", "r") as file:
-        columns = {one["name"]: file[one["name"]][()] for one in config["columns"]}
+        columns = {item["name"]: file[item["name"]][()] for item in config["columns"]}
     with h5py.File(tmp_path / "b" / "columns.hdf5", "w") as file:
-        for one in config["columns"]:
-            rows = columns[one["name"]]
-            file[one["name"]] = rows.view("<u2") if one["dtype"] == "bfloat16" else rows
+        for item in config["columns"]:
+            rows = columns[item["name"]]
+            file[item["name"]] = rows.view("<u2") if item["dtype"] == "bfloat16" else rows
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
     assert plain(load_store(tmp_path / "b").state_dict()) == plain(store.state_dict())
 

@@ -105,11 +105,11 @@ def test_the_first_of_very_many_rows_come_no_oftener_than_the_last(num_rows: int
     num_first = (1 << 32) % num_rows if num_rows < 1 << 32 else num_rows // 3
     drawn = uniform(num_rows, num_draws, generator)
     moved = uniform(num_rows, num_draws, generator, first=7)
-    for found in (drawn, moved - 7):
-        assert int(found.min()) >= 0 and int(found.max()) < num_rows
+    for actual in (drawn, moved - 7):
+        assert int(actual.min()) >= 0 and int(actual.max()) < num_rows
         share = num_first / num_rows
         assert (
-            abs(int((found < num_first).sum()) - num_draws * share)
+            abs(int((actual < num_first).sum()) - num_draws * share)
             <= 4 * (num_draws * share * (1 - share)) ** 0.5
         )
 
@@ -238,9 +238,9 @@ def test_every_type_of_tensordict_can_be_added() -> None:
 
 
 def test_arguments_may_be_numpy_numbers(tmp_path: Path) -> None:
-    one, two, four = np.int64(1), np.int32(2), np.int64(4)
+    item, two, four = np.int64(1), np.int32(2), np.int64(4)
     rows = {"observation": torch.zeros(4, 1), "done": torch.zeros(4, 1)}
-    buffer = DictBuffer(capacity=four, num_envs=one, end_key="done")
+    buffer = DictBuffer(capacity=four, num_envs=item, end_key="done")
     windows = TrajectoryDictBufferMultiDim(capacity=four, seq_length=two)
     latent = ZBuffer(four, two)
     latent.add(torch.zeros(3, 2))
@@ -367,14 +367,14 @@ def test_arrays_that_torch_cannot_view_are_accepted_everywhere(make: Any, tmp_pa
         file["ep_0/observation"] = array
     (tmp_path / "list.txt").write_text("a.h5\n")
     motions = load_expert_trajectories(tmp_path / "list.txt", tmp_path, 1, "cpu")
-    found = [
+    actual = [
         buffer.get_full_buffer()["image"],
         vectors.state_dict()["tensors"]["buffer/z"],
         items.sample(1)[0]["x"],
         storage.observations[0],
         motions.get_full_buffer()["observation"],
     ]
-    assert all(np.array_equal(np.asarray(x), array) for x in found)
+    assert all(np.array_equal(np.asarray(x), array) for x in actual)
     assert {tuple(row) for row in replay.sample(50)["x"].reshape(-1, 3).tolist()} <= {
         tuple(row) for row in array.tolist()
     }

@@ -88,7 +88,7 @@ def test_threads_may_share_a_latent_buffer() -> None:
             buffer.add(torch.full((number % 40, WIDTH), float(number)))
 
     def sample() -> None:
-        found = buffer.sample(32)
-        assert (found == found[:, :1]).all()
+        actual = buffer.sample(32)
+        assert (actual == actual[:, :1]).all()
 
     run(write, sample)

@@ -29,7 +29,7 @@ class Model:
         return len(self.ends)
 
     def expected(self, num_steps: int, at_end: str, num_frames: int) -> dict[tuple[int, int], dict]:
-        found = {}
+        result = {}
         oldest = max(0, self.total - self.slots)
         for lane in range(self.lanes):
             for first in range(oldest, self.total):
@@ -52,7 +52,7 @@ class Model:
                     known, following = True, first + num_steps
                 else:
                     continue
-                found[lane, first] = {
+                result[lane, first] = {
                     "taken": taken,
                     "ended": ended,
                     "known": known,
@@ -63,7 +63,7 @@ class Model:
                     ]
                     + [following],
                 }
-        return found
+        return result
 
     def ended(self, lane: int, row: int) -> bool:
         return row < self.total and self.ends[row][lane]
@@ -404,8 +404,8 @@ def test_ends_have_final_observations_of_unsigned_integers(dtype: torch.dtype, a
     final = {"observation": (row + 60).to(dtype)}
     buffer = DictBuffer(capacity=8, end_key="done", generator=0)
     windows = TrajectoryDictBufferMultiDim(capacity=8, at_end=at_end, generator=0)
-    for one in (buffer, windows):
-        one.extend(record, final=final)
+    for item in (buffer, windows):
+        item.extend(record, final=final)
     for batch in (buffer.sample_transitions(200, at_end=at_end), windows.sample(200)):
         own, later = batch["observation"].long(), batch["next"]["observation"].long()
         assert batch["next"]["observation"].dtype is dtype and set(own.flatten().tolist()) == set(

@@ -154,8 +154,8 @@ def saver(folder: Path) -> None:
             if number in (1, 4):
                 fork(child)
         own.wait()
-    found = sorted(os.listdir(folder))
-    assert found == ["0", "1.lz4", "2", "3.lz4", "4", "5.lz4"], found
+    actual = sorted(os.listdir(folder))
+    assert actual == ["0", "1.lz4", "2", "3.lz4", "4", "5.lz4"], actual
     for number in range(6):
         assert bool((load_checkpoint(folder / f"{number}")["x"] == number).all())
 
@@ -327,8 +327,8 @@ def workers(folder: Path) -> None:
             "multiprocessing_context": "fork",
             "collate_fn": single.collate,
         }
-        found = DataLoader(single, batch_size=20, **options)
-        assert sum(len(batch["reward"]) for batch in found) == 200
+        actual = DataLoader(single, batch_size=20, **options)
+        assert sum(len(batch["reward"]) for batch in actual) == 200
         own.add(**step(1))
     assert rewards(folder.with_name("other")) == [0.0, 1.0, 10.0, 11.0]
 

@@ -184,11 +184,11 @@ def test_a_flipped_bit_is_reported_or_harmless(
     content[place] ^= 1 << data.draw(st.integers(0, 7))
     path = written(tmp_path_factory.mktemp("flipped"), name, content)
     try:
-        found = load(path)
+        actual = load(path)
     except DataFileError as error:
         assert str(error).startswith(repr(str(path)))
     else:
-        assert equal(found, example())
+        assert equal(actual, example())
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.pt.lz4"])

@@ -55,11 +55,13 @@ def test_tensors_of_every_dtype_and_shape_are_restored(
     expected = tensor.clone()
     packed = CompressedTensorDict({"x": tensor}, ["x"], level, cache)
     for _ in range(3):
-        found = packed["x"]
+        actual = packed["x"]
         assert (
-            found.dtype == dtype and found.shape == expected.shape and torch.equal(found, expected)
+            actual.dtype == dtype
+            and actual.shape == expected.shape
+            and torch.equal(actual, expected)
         )
-        found.zero_()  # writable, and not shared
+        actual.zero_()  # writable, and not shared
     assert torch.equal(tensor, expected)
 
 
@@ -130,9 +132,9 @@ def test_a_cache_keeps_the_most_recently_used_leaves(monkeypatch: pytest.MonkeyP
     decompress = lz4.block.decompress
 
     def counted(block: Any, *args: Any, **options: Any) -> Any:
-        found = decompress(block, *args, **options)
-        decoded.append(chr(found[0]))
-        return found
+        actual = decompress(block, *args, **options)
+        decoded.append(chr(actual[0]))
+        return actual
 
     monkeypatch.setattr(lz4.block, "decompress", counted)
     names = ("a", "b", "c")

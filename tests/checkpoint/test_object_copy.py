@@ -100,7 +100,7 @@ def tensors_in(obj: Any) -> list[torch.Tensor]:
     )
     if inner is None:
         inner = vars(obj).values() if hasattr(obj, "__dict__") else ()
-    return [tensor for one in inner for tensor in tensors_in(one)]
+    return [tensor for item in inner for tensor in tensors_in(item)]
 
 
 @given(NESTED)
@@ -111,8 +111,8 @@ def test_a_copy_does_not_follow_later_changes(obj: Any) -> None:
     for tensor in tensors_in(obj):
         tensor.untyped_storage().fill_(1)
     assert same(copied, expected)
-    for one, other in zip(tensors_in(copied), tensors_in(expected), strict=True):
-        assert one.stride() == other.stride() or not one.numel() or one.is_contiguous()
+    for item, other in zip(tensors_in(copied), tensors_in(expected), strict=True):
+        assert item.stride() == other.stride() or not item.numel() or item.is_contiguous()
 
 
 def test_nested_values_are_copied() -> None:

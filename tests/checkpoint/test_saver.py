@@ -86,8 +86,8 @@ def test_changes_during_a_save_are_not_in_the_checkpoint(
         assert not future.done()
         gate.open.set()
         assert future.result(20) == tmp_path / ("a.pt.lz4" if compress else "a.pt")
-        found = load_checkpoint(tmp_path / "a.pt")
-    assert value_of(found) == 1 and len(found["model"]["b"]) == 1
+        actual = load_checkpoint(tmp_path / "a.pt")
+    assert value_of(actual) == 1 and len(actual["model"]["b"]) == 1
 
 
 def test_no_checkpoint_is_torn_while_training_continues(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_no_checkpoint_is_torn_while_training_continues(tmp_path: Path) -> None:
                 )
             )
         for step, future in enumerate(futures, 1):
-            found = load_checkpoint(future.result(20))
-            assert all((layer["w"] == step).all() for layer in found.values())
+            actual = load_checkpoint(future.result(20))
+            assert all((layer["w"] == step).all() for layer in actual.values())
 
 
 def test_checkpoints_of_one_path_are_written_in_order(tmp_path: Path, gate: Gate) -> None:

@@ -102,9 +102,11 @@ ARRAYS = {
 @pytest.mark.parametrize("name", ARRAYS)
 def test_numpy_arrays_are_loaded(tmp_path: Path, name: str, compress: bool) -> None:
     array = ARRAYS[name]
-    found = back(tmp_path, {"x": [array]}, compress)["x"][0]
-    assert type(found) is np.ndarray and found.dtype == array.dtype and found.shape == array.shape
-    assert found.tolist() == array.tolist()
+    actual = back(tmp_path, {"x": [array]}, compress)["x"][0]
+    assert (
+        type(actual) is np.ndarray and actual.dtype == array.dtype and actual.shape == array.shape
+    )
+    assert actual.tolist() == array.tolist()
 
 
 def test_an_array_of_the_other_byte_order_has_the_same_values(tmp_path: Path) -> None:
@@ -117,8 +119,8 @@ def test_an_array_of_the_other_byte_order_has_the_same_values(tmp_path: Path) ->
      np.datetime64("2020-01-01", "s"), np.timedelta64(3, "D"), np.longdouble(1) / 3],
 )  # fmt: skip
 def test_numpy_scalars_are_loaded(tmp_path: Path, value: Any) -> None:
-    found = back(tmp_path, {"x": value})["x"]
-    assert type(found) is type(value) and found == value and found.dtype == value.dtype
+    actual = back(tmp_path, {"x": value})["x"]
+    assert type(actual) is type(value) and actual == value and actual.dtype == value.dtype
 
 
 def test_random_states_are_loaded_and_continue(tmp_path: Path) -> None:
@@ -141,11 +143,11 @@ def test_random_states_are_loaded_and_continue(tmp_path: Path) -> None:
         old.rand(),
         python.random(),
     )
-    found = back(tmp_path, states)
-    own.set_state(found["torch"])
-    generator.bit_generator.state, philox.bit_generator.state = found["numpy"], found["philox"]
-    old.set_state(found["old numpy"])
-    python.setstate(found["python"])
+    actual = back(tmp_path, states)
+    own.set_state(actual["torch"])
+    generator.bit_generator.state, philox.bit_generator.state = actual["numpy"], actual["philox"]
+    old.set_state(actual["old numpy"])
+    python.setstate(actual["python"])
     again = (
         torch.rand(1, generator=own).item(),
         generator.random(),
@@ -154,20 +156,20 @@ def test_random_states_are_loaded_and_continue(tmp_path: Path) -> None:
         python.random(),
     )
     assert again == expected
-    assert torch.equal(found["global torch"], states["global torch"])
-    assert found["global numpy"][1].tolist() == states["global numpy"][1].tolist()
+    assert torch.equal(actual["global torch"], states["global torch"])
+    assert actual["global numpy"][1].tolist() == states["global numpy"][1].tolist()
 
 
 def test_namespaces_are_loaded(tmp_path: Path) -> None:
     arguments = argparse.Namespace(
         rate=0.1, inner=argparse.Namespace(seed=np.int64(3), w=torch.ones(2)), names=["a"]
     )
-    found = back(tmp_path, {"args": arguments})["args"]
-    assert type(found) is argparse.Namespace and found.rate == 0.1 and found.names == ["a"]
+    actual = back(tmp_path, {"args": arguments})["args"]
+    assert type(actual) is argparse.Namespace and actual.rate == 0.1 and actual.names == ["a"]
     assert (
-        type(found.inner) is argparse.Namespace
-        and found.inner.seed == 3
-        and found.inner.w.tolist() == [1, 1]
+        type(actual.inner) is argparse.Namespace
+        and actual.inner.seed == 3
+        and actual.inner.w.tolist() == [1, 1]
     )
 
 
@@ -179,8 +181,8 @@ def test_namespaces_are_loaded(tmp_path: Path) -> None:
 def test_a_member_of_an_enum_is_loaded_as_the_same_member(
     tmp_path: Path, member: enum.Enum
 ) -> None:
-    found = back(tmp_path, {"x": member, member: 1})
-    assert found["x"] is member and found[member] == 1
+    actual = back(tmp_path, {"x": member, member: 1})
+    assert actual["x"] is member and actual[member] == 1
 
 
 def test_plain_values_are_loaded(tmp_path: Path) -> None:
@@ -189,8 +191,8 @@ def test_plain_values_are_loaded(tmp_path: Path) -> None:
         "bytes": (b"", b"ab", bytearray(b"x")), "ints": (2**200, -(2**70), True), "size": torch.Size([1]),
         "dtype": torch.float32, "device": torch.device("cpu"), 3: "key", (1, "k"): 2.5, "npdt": np.dtype("f4"),
     }  # fmt: skip
-    found = back(tmp_path, checkpoint)
-    assert found == checkpoint and [type(found[key]) for key in found] == [
+    actual = back(tmp_path, checkpoint)
+    assert actual == checkpoint and [type(actual[key]) for key in actual] == [
         type(checkpoint[key]) for key in checkpoint
     ]
 
@@ -262,8 +264,8 @@ def test_saving_a_key_that_cannot_be_loaded_raises_with_the_key(tmp_path: Path) 
 def test_a_checkpoint_with_a_reference_cycle_is_checked_once(tmp_path: Path) -> None:
     circle: dict[str, Any] = {"x": [1]}
     circle["x"].append(circle)
-    found = back(tmp_path, circle)
-    assert found["x"][1] is found
+    actual = back(tmp_path, circle)
+    assert actual["x"][1] is actual
 
 
 def test_weights_only_false_saves_and_loads_any_value(tmp_path: Path) -> None:

@@ -360,8 +360,8 @@ def test_blobs_of_different_lengths_and_indices_are_decoded_together(dtype, num_
     for indices in (None, lists, [None, range(3, 9), [0], None], [0]):
         own = indices if isinstance(indices, list) and indices != [0] else [indices] * 4
         expected = [
-            stack if one is None else stack[list(one)]
-            for stack, one in zip(RAGGED, own, strict=True)
+            stack if item is None else stack[list(item)]
+            for stack, item in zip(RAGGED, own, strict=True)
         ]
         got = decompress_many(RAGGED_BLOBS, (6, 5), [3, 17, 1, 9], dtype, indices, num_threads)
         assert len(got) == 4

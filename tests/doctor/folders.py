@@ -78,8 +78,8 @@ class Block:
             for name, column in layouts_of(schema)[table].columns.items():
                 num_rows = len(next(iter(values.values()))) if values else 0
                 rows = np.zeros(num_rows, layouts_of(schema)[table].numpy_dtype(column))
-                for one in column.offsets if num_rows else ():
-                    rows[one] = values[one]
+                for item in column.offsets if num_rows else ():
+                    rows[item] = values[item]
                 tables[table][name] = ArrayRows(
                     rows.view(np.uint8).reshape(num_rows, column.row_bytes)
                 )
@@ -113,30 +113,31 @@ def blocks_of(world: World, num_blocks: int = 3, writer: str = "w") -> list[Bloc
     total = sum(episode.length for episode in world.episodes)
     bounds = [round(total * number / num_blocks) for number in range(num_blocks + 1)]
     flat = {name: np.concatenate(list(world.arrays(name))) for name in world[0].fields}
-    found, number, frame, at = [], 0, 0, 0
+    actual, number, frame, at = [], 0, 0, 0
     for sequence, (low, high) in enumerate(pairwise(bounds)):
         fragments, finals, notes = [], [], []
         while at < high:
-            one = world[number]
-            count = min(one.length - frame, high - at)
-            is_last = frame + count == one.length
-            final = len(finals) if is_last and one.final is not None else -1
-            finals += [one.final] if final >= 0 else []
-            flags = (0 if frame else FIRST) | (FLAGS[one.end] if is_last else 0)
+            item = world[number]
+            count = min(item.length - frame, high - at)
+            is_last = frame + count == item.length
+            final = len(finals) if is_last and item.final is not None else -1
+            finals += [item.final] if final >= 0 else []
+            flags = (0 if frame else FIRST) | (FLAGS[item.end] if is_last else 0)
             time_ns = _START_NS + (at + count) * 50_000_000
-            fragments.append((number, one.env, flags, frame, count, at - low, final, time_ns, 3))
-            notes += [(number, one.said)] if is_last and one.said else []
+            fragments.append((number, item.env, flags, frame, count, at - low, final, time_ns, 3))
+            notes += [(number, item.said)] if is_last and item.said else []
             at, frame = at + count, frame + count
             if is_last:
                 number, frame = number + 1, 0
         joined = {
-            name: np.stack([one[name] for one in finals]) for name in (finals[0] if finals else ())
+            name: np.stack([item[name] for item in finals])
+            for name in (finals[0] if finals else ())
         }
         rows = {name: values[low:high] for name, values in flat.items()}
-        found.append(
+        actual.append(
             Block(sequence, np.array(fragments, FRAGMENT_DTYPE), rows, joined, notes, writer=writer)
         )
-    return found
+    return actual
 
 
 def write_own(
@@ -174,7 +175,7 @@ def write(path: Path, world: World, form: str = "own", **options: Any) -> Path:
     if form == "own":
         return write_own(path / "own", world)
     source = write_own(path / "source", world)
-    kind, name, given = FOREIGN[form]
+    kind, name, value = FOREIGN[form]
     target = path / name
-    rollout_data.convert(source, target, kind, progress=False, **{**given, **options})
+    rollout_data.convert(source, target, kind, progress=False, **{**value, **options})
     return target

@@ -58,6 +58,8 @@ def simulate(name: str, rng: Rng, num_frames: int = 1500, max_episodes: int = 30
 
 
 def _flat(seen: Any) -> np.ndarray:
-    parts = [np.asarray(one).reshape(-1) for one in (seen if isinstance(seen, tuple) else (seen,))]
-    found = np.concatenate(parts)
-    return found.astype(np.float32) if found.dtype.kind == "f" else found
+    parts = [
+        np.asarray(item).reshape(-1) for item in (seen if isinstance(seen, tuple) else (seen,))
+    ]
+    actual = np.concatenate(parts)
+    return actual.astype(np.float32) if actual.dtype.kind == "f" else actual

@@ -40,13 +40,13 @@ def check(value: Any, schema: dict[str, Any], where: str = "$") -> None:
         "maxItems",
     }
     types = schema.get("type", [])
-    kinds = tuple(TYPES[one] for one in ([types] if isinstance(types, str) else types))
+    kinds = tuple(TYPES[item] for item in ([types] if isinstance(types, str) else types))
     assert not kinds or (isinstance(value, kinds) and not isinstance(value, bool)), where
     assert value in schema.get("enum", [value]), where
     if isinstance(value, list):
         assert schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)), where
-        for place, one in enumerate(value):
-            check(one, schema.get("items", {}), f"{where}[{place}]")
+        for place, item in enumerate(value):
+            check(item, schema.get("items", {}), f"{where}[{place}]")
     if isinstance(value, dict):
         assert set(schema.get("required", ())) <= value.keys(), where
         for name, part in schema.get("properties", {}).items():
@@ -78,7 +78,7 @@ def test_truncated_files_and_flipped_bits_are_reported_without_an_exception(
     form = data.draw(st.sampled_from(sorted(samples)))
     source, path = samples[form], tmp_path_factory.mktemp("damaged") / samples[form].name
     (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
     file = data.draw(st.sampled_from(files))
     raw = bytearray(file.read_bytes())
     is_cut = data.draw(st.booleans())
@@ -88,7 +88,7 @@ def test_truncated_files_and_flipped_bits_are_reported_without_an_exception(
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     file.write_bytes(raw)
     code, answer = examined(path)
-    assert "FIL00" not in {one["code"] for one in answer["findings"]}, answer["findings"]
+    assert "FIL00" not in {item["code"] for item in answer["findings"]}, answer["findings"]
     assert code == int(answer["summary"]["error"] > 0)
     if form == "own":
         assert code == 1 or not set(check_folder(path).problems) - {"metadata.json"}
@@ -99,11 +99,11 @@ def test_a_file_cut_in_half_is_an_error_in_every_format(samples, tmp_path: Path,
     source, path = samples[form], tmp_path / samples[form].name
     (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
     files = [
-        one for one in path.rglob("*") if one.suffix in (".h5", ".hdf5", ".parquet", ".pickle")
+        item for item in path.rglob("*") if item.suffix in (".h5", ".hdf5", ".parquet", ".pickle")
     ] or [path]
     # An index can be rebuilt from the data.
     files = [path for path in files if "meta" not in path.parts]
-    file = max(files, key=lambda one: one.stat().st_size)
+    file = max(files, key=lambda item: item.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     os.utime(file, (1e9, 1e9))  # no writer is running
     assert examined(path)[0] == 1
@@ -114,7 +114,7 @@ def test_a_set_that_opens_without_any_episode_is_an_error(samples, tmp_path: Pat
     info = path / "meta/info.json"
     info.write_text(info.read_text().replace(".parquet", "/parquet"))
     code, answer = examined(path)
-    assert code == 1 and {one["code"] for one in answer["findings"]} >= {"FIL03"}
+    assert code == 1 and {item["code"] for item in answer["findings"]} >= {"FIL03"}
     assert answer["summary"]["episodes"] == 0
 
 

@@ -125,8 +125,8 @@ def test_a_record_with_a_wrong_checksum_is_named(at: int, tmp_path: Path) -> Non
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (record,) = tmp_path.glob("*.tfrecord*")
     flipped(record, at % record.stat().st_size)
-    (found,) = (finding for finding in doctor(tmp_path).findings if finding.severity == "error")
-    assert found.code == "FIL01" and len(found.trajectories) == 1
+    (actual,) = (finding for finding in doctor(tmp_path).findings if finding.severity == "error")
+    assert actual.code == "FIL01" and len(actual.trajectories) == 1
 
 
 def test_next_observations_with_another_width_do_not_disturb_other_rules(tmp_path: Path) -> None:
@@ -142,12 +142,12 @@ def test_next_observations_with_another_width_do_not_disturb_other_rules(tmp_pat
 
 def test_success_is_compared_with_rewards_if_the_ends_are_unknown(tmp_path: Path) -> None:
     world = walker(np.random.default_rng(0))
-    for number, one in enumerate(world.episodes):
-        one.fields["reward"][:] = 0
-        one.fields["reward"][-1] = number % 2
-        one.said = {"success": (number % 2 == 0) == (number < 12)}
-    found = doctor(write(tmp_path, world, "lerobot"), only=["LRN05"]).findings
-    assert [set(one.trajectories) for one in found] == [set(range(12))]
+    for number, item in enumerate(world.episodes):
+        item.fields["reward"][:] = 0
+        item.fields["reward"][-1] = number % 2
+        item.said = {"success": (number % 2 == 0) == (number < 12)}
+    actual = doctor(write(tmp_path, world, "lerobot"), only=["LRN05"]).findings
+    assert [set(item.trajectories) for item in actual] == [set(range(12))]
 
 
 @pytest.mark.parametrize("form", ["lerobot", "folders"])
@@ -163,16 +163,16 @@ Rows = dict[str, np.ndarray]
 def record(path: Path, episodes: list[Rows], has_finals: bool = False) -> Path:
     """Record episodes of flat fields. `quat` and pictures are observations."""
     with RolloutWriter(path, 1, durable=False) as writer:
-        for one in episodes:
-            is_last = np.arange(len(one["action"]))[:, None] == len(one["action"]) - 1
+        for item in episodes:
+            is_last = np.arange(len(item["action"]))[:, None] == len(item["action"]) - 1
             rows = {
                 name: values[:, None]
-                for name, values in one.items()
+                for name, values in item.items()
                 if not name.startswith("observation/")
             }
             observation = {
                 name[12:]: values[:, None]
-                for name, values in one.items()
+                for name, values in item.items()
                 if name[:12] == "observation/"
             }
             final = (
@@ -187,10 +187,10 @@ def record(path: Path, episodes: list[Rows], has_finals: bool = False) -> Path:
 def simple(rng: np.random.Generator, num: int = 16) -> list[Rows]:
     return [
         {
-            "action": one["action"],
-            **{f"observation/{name}": rows for name, rows in one["observation"].items()},
+            "action": item["action"],
+            **{f"observation/{name}": rows for name, rows in item["observation"].items()},
         }
-        for one in (sound(rng) * 2)[:num]
+        for item in (sound(rng) * 2)[:num]
     ]
 
 
@@ -206,9 +206,9 @@ def halves_of_a_turn(rng: np.random.Generator, episodes: list[Rows]) -> None:
 
 
 def single_frames(rng: np.random.Generator, episodes: list[Rows]) -> None:
-    for one in episodes:
-        del one["observation/quat"]
-        one.update({name: values[:1] + np.float32(rng.normal()) for name, values in one.items()})
+    for item in episodes:
+        del item["observation/quat"]
+        item.update({name: values[:1] + np.float32(rng.normal()) for name, values in item.items()})
 
 
 def ever_larger(rng: np.random.Generator, episodes: list[Rows]) -> None:
@@ -262,8 +262,8 @@ def test_a_sound_recording_that_resembles_a_defect_has_no_finding(
     episodes = simple(rng)
     change(rng, episodes)
     path = record(tmp_path / "a", episodes, has_finals=change is single_frames)
-    found = doctor(path, skip=["VAL12", "END05", "VAL16"]).findings
-    assert [finding for finding in found if finding.severity != "info"] == []
+    actual = doctor(path, skip=["VAL12", "END05", "VAL16"]).findings
+    assert [finding for finding in actual if finding.severity != "info"] == []
 
 
 def lonely(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
@@ -313,13 +313,13 @@ def test_a_defect_among_larger_ones_of_other_kinds_is_found(code: str, tmp_path:
     rng = np.random.default_rng(4)
     episodes = simple(rng)
     named = FOUND[code](rng, episodes)
-    found = doctor(record(tmp_path / "a", episodes), only=[code, "FIL00"]).findings
-    assert [(finding.code, set(finding.trajectories)) for finding in found] == [(code, named)]
+    actual = doctor(record(tmp_path / "a", episodes), only=[code, "FIL00"]).findings
+    assert [(finding.code, set(finding.trajectories)) for finding in actual] == [(code, named)]
 
 
 def test_all_trajectories_that_are_left_open_are_named(tmp_path: Path) -> None:
     world: World = walker(np.random.default_rng(0), 12)
     for number in (3, 5, 8, 11):
         world[number].end, world[number].final = "open", None
-    found = doctor(write(tmp_path, world), only=["END01"]).findings
-    assert [one.trajectories for one in found] == [(3, 5, 8)]
+    actual = doctor(write(tmp_path, world), only=["END01"]).findings
+    assert [item.trajectories for item in actual] == [(3, 5, 8)]

@@ -24,7 +24,7 @@ ALL = range(NUM)
 
 def sound(rng: np.random.Generator) -> list[Episode]:
     """Return twenty episodes of noisy oscillations, with a clock and a body that stays near upright."""
-    found = []
+    result = []
     for _ in ALL:
         time = np.arange(LENGTH)[:, None] / RATE
         joints = np.sin(3 * time + rng.uniform(0, 6, 6)) + 0.02 * rng.standard_normal((LENGTH, 6))
@@ -32,7 +32,7 @@ def sound(rng: np.random.Generator) -> list[Episode]:
         action = 0.4 * np.sin(5 * time + rng.uniform(0, 6, 3)) + 0.02 * rng.standard_normal(
             (LENGTH, 3)
         )
-        found.append(
+        result.append(
             {
                 "observation": {
                     "joints": joints.astype(np.float32),
@@ -45,7 +45,7 @@ def sound(rng: np.random.Generator) -> list[Episode]:
                 "timestamp": time[:, 0],
             }
         )
-    return found
+    return result
 
 
 def recorded(path: Path, episodes: list[Episode]) -> Path:
@@ -54,16 +54,16 @@ def recorded(path: Path, episodes: list[Episode]) -> Path:
     with RolloutWriter(
         path, 1, durable=False, metadata={"frame_rate_hz": RATE, "action_space": box}
     ) as writer:
-        for one in episodes:
+        for item in episodes:
             is_last = np.arange(LENGTH)[:, None] == LENGTH - 1
-            is_end = one.get("terminated", False)
+            is_end = item.get("terminated", False)
             rows = {
-                name: one[name][:, None]
-                for name in one
+                name: item[name][:, None]
+                for name in item
                 if name not in ("observation", "said", "terminated")
             }
-            observation = {name: values[:, None] for name, values in one["observation"].items()}
-            notes = [[one.get("said")] if last else None for last in is_last[:, 0]]
+            observation = {name: values[:, None] for name, values in item["observation"].items()}
+            notes = [[item.get("said")] if last else None for last in is_last[:, 0]]
             writer.add_rollout(
                 observation=observation, terminated=is_last & is_end, truncated=is_last & (not is_end),
                 episode=notes, **rows,
@@ -76,8 +76,8 @@ def of(name: str, change: Callable[[np.ndarray, float], Any], numbers: Iterable[
 
     def changed(episodes: list[Episode], size: float) -> None:
         for number in numbers:
-            one = episodes[number]
-            change(one[name] if name in one else one["observation"][name], size)
+            item = episodes[number]
+            change(item[name] if name in item else item["observation"][name], size)
 
     return changed
 
@@ -116,9 +116,9 @@ def turning(values: np.ndarray, size: float) -> None:
 def doubled(episodes: list[Episode], size: float) -> None:
     at = np.arange(LENGTH)
     at[7 :: int(size)] -= 1
-    for one in episodes:
-        one["action"] = one["action"][at]
-        one["observation"] = {name: values[at] for name, values in one["observation"].items()}
+    for item in episodes:
+        item["action"] = item["action"][at]
+        item["observation"] = {name: values[at] for name, values in item["observation"].items()}
 
 
 def counting(episodes: list[Episode], size: float) -> None:
@@ -247,11 +247,11 @@ def test_a_defect_is_found_with_its_trajectories_and_a_small_change_is_not(
     for size, is_wrong in ((case.harmless, False), (case.wrong, True)):
         episodes = sound(np.random.default_rng(5))
         case.change(episodes, size)
-        found = doctor(recorded(tmp_path / str(is_wrong), episodes), only=[code, "FIL00"]).findings
-        assert [finding.code for finding in found] == [code] * is_wrong
-    named = set(found[0].trajectories)
+        actual = doctor(recorded(tmp_path / str(is_wrong), episodes), only=[code, "FIL00"]).findings
+        assert [finding.code for finding in actual] == [code] * is_wrong
+    named = set(actual[0].trajectories)
     assert named == set(case.trajectories)
-    assert set(found[0].frames) == {(number, *span) for number in named for span in case.frames}
+    assert set(actual[0].frames) == {(number, *span) for number in named for span in case.frames}
 
 
 def test_each_rule_of_values_time_and_learning_has_a_case() -> None:

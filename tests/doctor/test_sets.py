@@ -35,9 +35,9 @@ def first_of_each_code() -> list[Case]:
 
 
 def is_named(diagnosis: Diagnosis, code: str, named: set[int] | None) -> bool:
-    found = [finding for finding in diagnosis.findings if finding.code == code]
-    return bool(found) and (named or set()) <= {
-        number for one in found for number in one.trajectories
+    actual = [finding for finding in diagnosis.findings if finding.code == code]
+    return bool(actual) and (named or set()) <= {
+        number for item in actual for number in item.trajectories
     }
 
 
@@ -75,8 +75,8 @@ def test_a_flipped_bit_of_any_row_is_named_by_block_trajectory_field_and_frame(
             block.codecs = {"observation/joint_pos": "shuffle+lz4"}
 
     few = arm(rng, 8)
-    for one in few.episodes:
-        one.said = {}
+    for item in few.episodes:
+        item.said = {}
     worlds = {"envs": (vectorized(rng), None), "parts": (arm(rng, 8), None), "coded": (few, coded)}
     for name, (world, edit) in worlds.items():
         path = write_own(tmp_path / name, world, edit)
@@ -105,9 +105,9 @@ def test_a_flipped_bit_of_any_row_is_named_by_block_trajectory_field_and_frame(
                 byte = int(rng.integers(layout.row_bytes))
                 at = header.locations[table][column][0] + (start + row) * layout.row_bytes + byte
                 fields = {
-                    max((offset, one) for one, offset in layout.offsets.items() if offset <= byte)[
-                        1
-                    ]
+                    max(
+                        (offset, item) for item, offset in layout.offsets.items() if offset <= byte
+                    )[1]
                 }
                 frame = int(fragments["start"][number]) + (row if table == DATA else count * 0)
                 frame = (
@@ -117,12 +117,12 @@ def test_a_flipped_bit_of_any_row_is_named_by_block_trajectory_field_and_frame(
                 )
             flipped(block, at, 1 << int(rng.integers(8)))
             trajectory = int(fragments["trajectory"][number])
-            found = doctor(path, only=["FIL01"]).findings
-            assert {one.field for one in found} == fields and {
-                one.trajectories for one in found
+            actual = doctor(path, only=["FIL01"]).findings
+            assert {item.field for item in actual} == fields and {
+                item.trajectories for item in actual
             } == {(trajectory,)}
-            assert all(one.evidence["block"] == block.name for one in found)
-            assert frame is None or found[0].frames[0][1] == frame
+            assert all(item.evidence["block"] == block.name for item in actual)
+            assert frame is None or actual[0].frames[0][1] == frame
             (problem,) = check_folder(path).problems.items()
             assert problem[0] == block.name and all(map(str(problem[1]).__contains__, fields))
             assert f"of trajectory {trajectory}" in str(problem[1])
@@ -143,7 +143,7 @@ def test_the_sound_blocks_of_a_damaged_folder_are_examined(tmp_path: Path) -> No
 
 @pytest.mark.soak
 def test_most_defects_are_found_and_most_sound_recordings_have_no_finding(tmp_path: Path) -> None:
-    found, named, total, alarms, sound = (
+    actual, named, total, alarms, sound = (
         Counter[str](),
         Counter[str](),
         Counter[str](),
@@ -162,16 +162,18 @@ def test_most_defects_are_found_and_most_sound_recordings_have_no_finding(tmp_pa
                 )
             elif case.code in KNOWN:
                 total[case.code] += 1
-                found[case.code] += any(finding.code == case.code for finding in diagnosis.findings)
+                actual[case.code] += any(
+                    finding.code == case.code for finding in diagnosis.findings
+                )
                 named[case.code] += is_named(diagnosis, case.code, wanted)
     for code in sorted(total):
         print(
-            f"{code}: found {found[code]}, named {named[code]} of {total[code]}; {alarms[code]} alarms"
+            f"{code}: found {actual[code]}, named {named[code]} of {total[code]}; {alarms[code]} alarms"
         )
     print(
-        f"{sum(found.values())} found, {sum(named.values())} named of {sum(total.values())}; {sound} sound"
+        f"{sum(actual.values())} found, {sum(named.values())} named of {sum(total.values())}; {sound} sound"
     )
-    assert sum(found.values()) >= 0.95 * sum(total.values()) and sum(named.values()) >= 0.8 * sum(
+    assert sum(actual.values()) >= 0.95 * sum(total.values()) and sum(named.values()) >= 0.8 * sum(
         total.values()
     )
     assert all(count < 0.03 * sound for count in alarms.values()), alarms

@@ -100,8 +100,8 @@ def walker(rng: Rng, num: int = 24, limit: int = 100, dims: int = 17) -> World:
 def quaternions(rng: Rng, length: int) -> Array:
     """Return quaternions wxyz of a turning body that stays near upright: float64 `[length, 4]`."""
     angle = 0.3 * smooth(rng, length, 3)
-    found = np.concatenate([np.full((length, 1), 1.0), 0.5 * angle], 1)
-    return found / np.linalg.norm(found, axis=1, keepdims=True)
+    actual = np.concatenate([np.full((length, 1), 1.0), 0.5 * angle], 1)
+    return actual / np.linalg.norm(actual, axis=1, keepdims=True)
 
 
 def arm(rng: Rng, num: int = 24) -> World:

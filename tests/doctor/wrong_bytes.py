@@ -56,14 +56,14 @@ def short_video(path: Path, rng: Rng, kind: str) -> Broken:
 @broken("STA01")
 def reward_sums(path: Path, rng: Rng) -> Broken:
     world = walker(rng)
-    found: list[int] = []
+    result: list[int] = []
 
     def edit(blocks: list[Block]) -> None:
         blocks[1].sums = blocks[1].reward_sums()
         blocks[1].sums[2] *= 1.2
-        found.append(int(blocks[1].fragments["trajectory"][2]))
+        result.append(int(blocks[1].fragments["trajectory"][2]))
 
-    return write_own(path / "own", world, edit), set(found)
+    return write_own(path / "own", world, edit), set(result)
 
 
 @broken("STA01")
@@ -86,7 +86,7 @@ def statistics_of_episodes(path: Path, rng: Rng) -> Broken:
         json.loads(line) for line in (target / "meta/episodes_stats.jsonl").read_text().splitlines()
     ]
     about = lines[number]["stats"]["action"]
-    about["mean"] = [one + 0.5 for one in about["mean"]]
+    about["mean"] = [item + 0.5 for item in about["mean"]]
     (target / "meta/episodes_stats.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     return target, {number}
 

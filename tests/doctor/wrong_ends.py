@@ -29,11 +29,11 @@ def some_open(world: World, rng: Rng) -> Named:
 @defect("END03")
 def two_in_one(world: World, rng: Rng) -> Named:
     number = int(rng.integers(len(world) - 1))
-    one, other = world[number], world.episodes.pop(number + 1)
-    one.fields = {
-        name: np.concatenate([values, other.fields[name]]) for name, values in one.fields.items()
+    item, other = world[number], world.episodes.pop(number + 1)
+    item.fields = {
+        name: np.concatenate([values, other.fields[name]]) for name, values in item.fields.items()
     }
-    one.end, one.final = other.end, other.final
+    item.end, item.final = other.end, other.final
     return {number}
 
 
@@ -64,37 +64,37 @@ def two_ends(world: World, rng: Rng) -> Named:
 
 @defect("END07", formats=("own", "robomimic", "d4rl"), zero_action="zero", last_is_final="final")
 def one_row_more(world: World, rng: Rng, kind: str) -> Named:
-    for one in world.episodes:
-        assert one.final is not None
-        last = dict(one.final)
-        last["action"] = one.fields["action"][-1] * (0 if kind == "zero" else 1)
+    for item in world.episodes:
+        assert item.final is not None
+        last = dict(item.final)
+        last["action"] = item.fields["action"][-1] * (0 if kind == "zero" else 1)
         last["reward"] = np.float32(0)
-        one.fields = {
-            name: np.concatenate([values, last[name][None]]) for name, values in one.fields.items()
+        item.fields = {
+            name: np.concatenate([values, last[name][None]]) for name, values in item.fields.items()
         }
-        one.final = None if kind == "zero" else one.final
+        item.final = None if kind == "zero" else item.final
     return None
 
 
 @defect("END08", formats=("own", "minari"))
 def final_is_reset(world: World, rng: Rng) -> Named:
-    for one, other in zip(world.episodes, world.episodes[1:], strict=False):
-        one.final = {name: other.fields[name][0] for name in one.final or ()}
+    for item, other in zip(world.episodes, world.episodes[1:], strict=False):
+        item.final = {name: other.fields[name][0] for name in item.final or ()}
     return set(range(len(world) - 1))
 
 
 @defect("END10", formats=("own", "minari", "d4rl"))
 def reset_rows(world: World, rng: Rng) -> Named:
     before = None
-    for one in world.episodes:
-        assert one.final is not None
+    for item in world.episodes:
+        assert item.final is not None
         if before is not None:
-            first = {**before, "action": one.fields["action"][0], "reward": np.float32(0)}
-            one.fields = {
+            first = {**before, "action": item.fields["action"][0], "reward": np.float32(0)}
+            item.fields = {
                 name: np.concatenate([first[name][None], values])
-                for name, values in one.fields.items()
+                for name, values in item.fields.items()
             }
-        before = one.final
+        before = item.final
     return set(range(1, len(world)))
 
 

@@ -51,8 +51,8 @@ def edited_table(path: Path, change: Callable[[np.ndarray], Any]) -> None:
         change(fragments)
         file["fragments"][...] = fragments
         about = [file.attrs[name] for name in (*ABOUT, *([CODECS] if CODECS in file.attrs else []))]
-        found = list(file[DATA].values()) + list(file["final"].values())
-        offsets = [one[OFFSETS][()] for one in found if isinstance(one, h5py.Group)]
+        actual = list(file[DATA].values()) + list(file["final"].values())
+        offsets = [item[OFFSETS][()] for item in actual if isinstance(item, h5py.Group)]
         file.attrs["header_crc"] = header_crc(fragments, file["reward_sums"][()], about, offsets)
         low, high = fragments["row"], fragments["row"] + fragments["length"]
         for table in (DATA,):  # the checksum also covers the rows that the changed table names
@@ -146,14 +146,14 @@ def outside_its_table(path: Path, rng: Rng, name: str) -> Broken:
 def shared_rows(path: Path, rng: Rng) -> Broken:
     world = walker(rng)
     target = write_own(path / "own", world)
-    found: list[int] = []
+    result: list[int] = []
 
     def change(fragments: np.ndarray) -> None:
         fragments["row"][3] -= 5
-        found.extend(fragments["trajectory"][2:4].tolist())
+        result.extend(fragments["trajectory"][2:4].tolist())
 
     edited_table(_block(target, 0), change)
-    return target, set(found)
+    return target, set(result)
 
 
 @broken("STR05")
@@ -286,10 +286,10 @@ def demo_of_other_fields(path: Path, rng: Rng, kind: str) -> Broken:
 def episode_of_other_fields(path: Path, rng: Rng) -> Broken:
     target, number = write(path, walker(rng), "minari"), int(rng.integers(1, 24))
     with h5py.File(target / "data/main_data.hdf5", "r+") as file:
-        one = file[f"episode_{number}"]
-        values = one["observations"][()]
-        del one["observations"]
-        one["observations"] = values[:, :11]
+        item = file[f"episode_{number}"]
+        values = item["observations"][()]
+        del item["observations"]
+        item["observations"] = values[:, :11]
     return target, {number}
 
 
@@ -422,9 +422,9 @@ def end_inside(path: Path, rng: Rng, form: str) -> Broken:
         chunk.write_bytes(pickle.dumps(content, 4))
         os.utime(chunk, ns=(times, times))
     else:
-        for place, one in enumerate(world.episodes):
+        for place, item in enumerate(world.episodes):
             done = [
-                at == one.length - 1 or (place == number and at == 20) for at in range(one.length)
+                at == item.length - 1 or (place == number and at == 20) for at in range(item.length)
             ]
             _with_column(
                 target / f"data/chunk-000/file-{place:03d}.parquet", "next.done", pa.array(done)

@@ -195,9 +195,9 @@ def quaternion_flips(world: World, rng: Rng) -> Named:
 def quaternion_order(world: World, rng: Rng) -> Named:
     chosen = some(rng, world, 6)
     for number in chosen:
-        one = world[number]
-        one.fields["observation/ee_quat"] = np.roll(one.fields["observation/ee_quat"], -1, 1)
-        one.final["observation/ee_quat"] = np.roll(one.final["observation/ee_quat"], -1)  # type: ignore[index]
+        item = world[number]
+        item.fields["observation/ee_quat"] = np.roll(item.fields["observation/ee_quat"], -1, 1)
+        item.final["observation/ee_quat"] = np.roll(item.final["observation/ee_quat"], -1)  # type: ignore[index]
     return set(chosen)
 
 
@@ -274,19 +274,19 @@ def jitter(world: World, rng: Rng) -> Named:
 def dropped_frames(world: World, rng: Rng) -> Named:
     chosen = some(rng, world, 3)
     for number in chosen:
-        one, start = world[number], int(rng.integers(10, 30))
-        keep = np.ones(one.length, bool)
+        item, start = world[number], int(rng.integers(10, 30))
+        keep = np.ones(item.length, bool)
         keep[start : start + 4] = False
-        one.fields = {name: values[keep] for name, values in one.fields.items()}
+        item.fields = {name: values[keep] for name, values in item.fields.items()}
     return set(chosen)
 
 
 @defect("TIM04", formats=("own", "robomimic", "minari", "d4rl", "folders"))
 def repeated_frames(world: World, rng: Rng) -> Named:
-    for one in world.episodes:
-        at = np.arange(one.length)
+    for item in world.episodes:
+        at = np.arange(item.length)
         at[7::9] -= 1
-        one.fields = {name: values[at] for name, values in one.fields.items()}
+        item.fields = {name: values[at] for name, values in item.fields.items()}
     return None
 
 
@@ -324,21 +324,23 @@ def lag(world: World, rng: Rng) -> Named:
 def _idle(world: World, rng: Rng, is_start: bool) -> Named:
     chosen = some(rng, world, 10)
     for number in chosen:
-        one = world[number]
-        at = 0 if is_start else one.length - 1
-        still = {name: np.repeat(values[at : at + 1], 45, 0) for name, values in one.fields.items()}
+        item = world[number]
+        at = 0 if is_start else item.length - 1
+        still = {
+            name: np.repeat(values[at : at + 1], 45, 0) for name, values in item.fields.items()
+        }
         for name, values in still.items():
             if name.startswith("observation") and values.shape[1] > 1:
                 still[name] = (values + rng.normal(0, 2e-4, values.shape)).astype(np.float32)
         still["reward"] = np.zeros(45, np.float32)
-        pieces = (still, one.fields) if is_start else (one.fields, still)
-        last = one.fields["reward"][-1]
-        one.fields = {
-            name: np.concatenate([piece[name] for piece in pieces]) for name in one.fields
+        pieces = (still, item.fields) if is_start else (item.fields, still)
+        last = item.fields["reward"][-1]
+        item.fields = {
+            name: np.concatenate([piece[name] for piece in pieces]) for name in item.fields
         }
-        one.fields["reward"][:] = 0
-        one.fields["reward"][-1] = last
-        one.fields["timestamp"] = np.arange(one.length) / 20
+        item.fields["reward"][:] = 0
+        item.fields["reward"][-1] = last
+        item.fields["timestamp"] = np.arange(item.length) / 20
     return set(chosen)
 
 

@@ -37,7 +37,7 @@ def folder_of(
 
 def content(path: Any) -> dict[str, Any]:
     """Return id -> (fields, final observation, metadata) of all episodes, in order."""
-    found = {}
+    result = {}
     for episode in rollout_data.open(path):
         fields = {
             name: np.asarray(episode.read(name)).tolist()
@@ -48,10 +48,10 @@ def content(path: Any) -> dict[str, Any]:
         ended = (
             None
             if final is None
-            else {name: np.asarray(one).tolist() for name, one in parts.items()}
+            else {name: np.asarray(item).tolist() for name, item in parts.items()}
         )
-        found[episode.id] = (fields, ended, dict(episode.metadata))
-    return found
+        result[episode.id] = (fields, ended, dict(episode.metadata))
+    return result
 
 
 def ids(path: Any) -> set[str]:
@@ -67,10 +67,12 @@ def number_of(episode_id: str, writers: tuple[str, ...] = ("a", "b")) -> int:
 
 def streamed(path: Any, **options: Any) -> set[int]:
     """Return the numbers of the trajectories that a `RolloutDataset` delivers."""
-    found: set[int] = set()
+    actual: set[int] = set()
     for batch in RolloutDataset(path, 1, device="cpu", num_transitions_per_env=4, **options):
-        found |= set(batch.observation[batch.valid.squeeze(-1)][..., 0].long().reshape(-1).tolist())
-    return found
+        actual |= set(
+            batch.observation[batch.valid.squeeze(-1)][..., 0].long().reshape(-1).tolist()
+        )
+    return actual
 
 
 def windowed(dataset: WindowDataset) -> set[int]:
@@ -84,5 +86,7 @@ def by_the_format(path: Path) -> set[str]:
 
 def files(path: Path) -> dict[str, tuple[bytes, int]]:
     """Return the content and the modification time of each file."""
-    there = sorted(one for one in path.rglob("*") if one.is_file())
-    return {str(one.relative_to(path)): (one.read_bytes(), one.stat().st_mtime_ns) for one in there}
+    there = sorted(item for item in path.rglob("*") if item.is_file())
+    return {
+        str(item.relative_to(path)): (item.read_bytes(), item.stat().st_mtime_ns) for item in there
+    }

@@ -71,26 +71,26 @@ def walk(of_two: Path, tmp_path: Path) -> Path:
 
 
 def edit_files(path: Path) -> list[Path]:
-    return [one for one in sorted(path.iterdir()) if named_edit(one.name)]
+    return [item for item in sorted(path.iterdir()) if named_edit(item.name)]
 
 
 def test_every_reader_skips_dropped_trajectories(walk: Path, tmp_path: Path) -> None:
     every, dropped = ids(walk), set(GONE)
     assert drop(walk, GONE) == 4
-    left, numbers = every - dropped, {number_of(one) for one in every - dropped}
+    left, numbers = every - dropped, {number_of(item) for item in every - dropped}
     assert ids(walk) == by_the_format(walk) == left, "also readers that know nothing of edits"
     assert streamed(walk) == streamed(rollout_data.open(walk)) == numbers
     assert streamed([walk], random_shuffle_traj_order=True, seed=3) == numbers
     windows = WindowDataset(walk, 2)
     assert windowed(windows) == windowed(WindowDataset(rollout_data.open(walk), 2)) == numbers
     mixed = WindowLoader(WindowMixture([windows, WindowDataset(walk, 2)]), 16)
-    assert {int(one) for batch in mixed for one in batch["observation"][:, 0, 0]} <= numbers
-    found: set[int] = set()
+    assert {int(item) for batch in mixed for item in batch["observation"][:, 0, 0]} <= numbers
+    actual: set[int] = set()
     for batch in loader(
         RolloutDataset(walk, 2, device="cpu", num_transitions_per_env=3), num_workers=2
     ):
-        found |= {int(one) for one in batch.observation[..., 0][batch.valid.squeeze(-1)]}
-    assert found == numbers
+        actual |= {int(item) for item in batch.observation[..., 0][batch.valid.squeeze(-1)]}
+    assert actual == numbers
     assert describe(str(walk))["num_dropped_later"] == 4 and describe(str(walk))[
         "total_trajectories"
     ] == len(left)
@@ -118,9 +118,9 @@ def test_pack_removes_dropped_trajectories_and_keeps_tags(walk: Path, tmp_path: 
     pack_dataset(walk)
     for path in (walk, tmp_path / "packed"):
         after = content(path)
-        assert [one[:2] for one in after.values()] == [one[:2] for one in before.values()]
-        assert [one[2].get("task") for one in after.values()] == [
-            one[2].get("task") for one in before.values()
+        assert [item[:2] for item in after.values()] == [item[:2] for item in before.values()]
+        assert [item[2].get("task") for item in after.values()] == [
+            item[2].get("task") for item in before.values()
         ]
         assert (
             not edit_files(path)
@@ -163,10 +163,10 @@ def test_edits_equal_set_operations_and_undoing_restores_the_recording(
             tags |= dict.fromkeys(chosen, place)
         elif step == "untag":
             untag(walk, chosen)
-            tags = {one: value for one, value in tags.items() if one not in chosen}
+            tags = {item: value for item, value in tags.items() if item not in chosen}
         assert by_the_format(walk) == every - dropped
-        found = {episode.id: episode.metadata.get("place") for episode in rollout_data.open(walk)}
-        assert found == {one: tags.get(one) for one in every - dropped}
+        actual = {episode.id: episode.metadata.get("place") for episode in rollout_data.open(walk)}
+        assert actual == {item: tags.get(item) for item in every - dropped}
     undrop(walk)
     untag(walk)
     assert content(walk) == before and edits_of(walk) == {"dropped": [], "said": {}}
@@ -220,10 +220,10 @@ def test_a_push_carries_edits_and_their_undoing(walk: Path) -> None:
 
 def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
     every = sorted(ids(walk))
-    threads = [threading.Thread(target=drop, args=(walk, [one])) for one in every[6:10]]
+    threads = [threading.Thread(target=drop, args=(walk, [item])) for item in every[6:10]]
     threads += [
-        threading.Thread(target=tag, args=(walk, [one]), kwargs={"place": one})
-        for one in every[10:16]
+        threading.Thread(target=tag, args=(walk, [item]), kwargs={"place": item})
+        for item in every[10:16]
     ]
     for thread in threads:
         thread.start()
@@ -231,9 +231,11 @@ def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
         thread.join()
     assert ids(walk) == {*every} - {*every[6:10]}
     places = {
-        one: episode[2]["place"] for one, episode in content(walk).items() if "place" in episode[2]
+        item: episode[2]["place"]
+        for item, episode in content(walk).items()
+        if "place" in episode[2]
     }
-    assert places == {one: one for one in every[10:16]}
+    assert places == {item: item for item in every[10:16]}
     assert not [name for name in os.listdir(walk) if name.startswith((".tmp", ".rollout"))]
 
 
@@ -274,10 +276,12 @@ def test_a_resumed_stream_skips_trajectories_dropped_before_and_after_its_state(
     drop(walk, order[5])
     resumed = RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=1)
     resumed.load_state_dict(state)
-    found = {
-        int(one) for batch in resumed for one in batch.observation[..., 0][batch.valid.squeeze(-1)]
+    actual = {
+        int(item)
+        for batch in resumed
+        for item in batch.observation[..., 0][batch.valid.squeeze(-1)]
     }
-    assert found and not found & {number_of(order[3]), number_of(order[5])}
+    assert actual and not actual & {number_of(order[3]), number_of(order[5])}
 
 
 def test_an_incomplete_edit_is_ignored_and_a_newer_one_replaces_it(walk: Path) -> None:
@@ -346,7 +350,7 @@ def test_the_commands_edit_and_undo(walk: Path, capsys) -> None:
         and '"num_trajectories": 1' in capsys.readouterr().out
     )
     assert main(["keep", str(walk), "--select", "length>5"]) == 0
-    assert ids(walk) == {one for one in every if LENGTHS[int(one[2:])] > 5} - {"a:1"}
+    assert ids(walk) == {item for item in every if LENGTHS[int(item[2:])] > 5} - {"a:1"}
     assert main(["keep", str(walk), "--undo"]) == 0 and ids(walk) == every
     assert main(["tag", str(walk), "a:2", "--set", "success=true", "--set", "task=walk far"]) == 0
     assert [episode.task for episode in rollout_data.open(walk).filter(success=True)] == [
@@ -385,5 +389,5 @@ def test_a_stream_follows_edits_from_its_next_scan(walk: Path) -> None:
     drop(walk, GONE)
     while (batch := next(dataset, None)) is not None:
         begun += batch.observation[batch.is_first].reshape(-1)[:1].int().tolist()
-    dropped = {number_of(one) for one in GONE}
+    dropped = {number_of(item) for item in GONE}
     assert sorted(begun) == sorted([*every, *(every - dropped)])

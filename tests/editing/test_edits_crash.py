@@ -37,7 +37,7 @@ def process() -> Iterator[subprocess.Popen]:
 def state_of(folder: Path) -> list[object]:
     out = folder / "out"
     parts = (
-        sorted(one for one in (out, *out.glob("[xy]")) if list(one.glob("*.h5")))
+        sorted(item for item in (out, *out.glob("[xy]")) if list(item.glob("*.h5")))
         if out.exists()
         else []
     )
@@ -71,15 +71,15 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_state(
     every = range(0, num_changes, 1 + num_changes // tried)
     for number in sorted({*every, *range(max(0, num_changes - NUM_LAST), num_changes)}):
         folder = killed_at(number)
-        found = state_of(folder)
-        assert found in (old, new), number
-        seen.append(found == new)
+        actual = state_of(folder)
+        assert actual in (old, new), number
+        seen.append(actual == new)
         if not seen[-1]:
             WORK[name](folder)
             assert state_of(folder) == new
         assert not [name for name in os.listdir(folder) if name.startswith(".out")]
-        assert {one: held for one, (held, _) in files(folder / "hurt").items()} == {
-            one: held for one, (held, _) in source.items()
+        assert {item: held for item, (held, _) in files(folder / "hurt").items()} == {
+            item: held for item, (held, _) in source.items()
         }
     assert seen == sorted(seen) and not seen[0] and len(seen) > NUM_TRIED, (
         "there is one instant from which on it holds"

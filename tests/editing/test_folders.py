@@ -42,20 +42,20 @@ def test_parts_are_disjoint_and_complete_and_their_merge_is_the_whole(
 ) -> None:
     before, source = files(walk), content(walk)
     parts = split(walk, {"train": 0.6, "val": 0.3, "test": 0.1}, tmp_path / "parts", seed=5)
-    found = [ids(tmp_path / "parts" / name) for name in parts]
+    actual = [ids(tmp_path / "parts" / name) for name in parts]
     assert (
-        [len(one) for one in found]
-        == [one.num_trajectories for one in parts.values()]
+        [len(item) for item in actual]
+        == [item.num_trajectories for item in parts.values()]
         == [11, 5, 2]
     )
-    assert set.union(*found) == set(source) and sum(map(len, found)) == len(source)
+    assert set.union(*actual) == set(source) and sum(map(len, actual)) == len(source)
     expected = rollout_data.open(walk).split({"train": 0.6, "val": 0.3, "test": 0.1}, seed=5)
-    assert [set(part.ids) for part in expected.values()] == found, "as Recording.split chooses"
+    assert [set(part.ids) for part in expected.values()] == actual, "as Recording.split chooses"
     for name in parts:
         part = content(tmp_path / "parts" / name)
-        assert part == {one: source[one] for one in part}
+        assert part == {item: source[item] for item in part}
         assert not check_folder(tmp_path / "parts" / name).num_broken
-    whole = merge([one.path for one in parts.values()], tmp_path / "whole")
+    whole = merge([item.path for item in parts.values()], tmp_path / "whole")
     assert content(tmp_path / "whole") == source and whole.num_copied == 0 and not whole.renamed
     assert files(walk) == before, "no source is touched"
 
@@ -113,17 +113,17 @@ def test_names_that_two_recordings_share_do_not_collide(walk: Path, tmp_path: Pa
     tag(tmp_path / "other", 0, task="pull")
     done = merge([walk, tmp_path / "other"], tmp_path / "both")
     assert done.renamed == {(1, "a"): "a-2"} and done.num_trajectories == 20
-    found = content(tmp_path / "both")
-    assert {one: episode for one, episode in found.items() if not one.startswith("a-2")} == content(
-        walk
-    )
-    assert found["a-2:0"][2]["task"] == "pull" and found["a-2:1"][0]["observation"][0][0] == 701
+    actual = content(tmp_path / "both")
+    assert {
+        item: episode for item, episode in actual.items() if not item.startswith("a-2")
+    } == content(walk)
+    assert actual["a-2:0"][2]["task"] == "pull" and actual["a-2:1"][0]["observation"][0][0] == 701
     assert (
         edits_of(tmp_path / "both")["dropped"] == ["a:1", "b:7"]
         and not check_folder(tmp_path / "both").problems
     )
     again = merge([tmp_path / "both", walk], tmp_path / "again")
-    assert content(tmp_path / "again") == found and again.num_copied == 0, (
+    assert content(tmp_path / "again") == actual and again.num_copied == 0, (
         "what both have is there once"
     )
 
@@ -134,7 +134,7 @@ def test_other_formats_become_folders_of_blocks(walk: Path, tmp_path: Path) -> N
     )
     more = write_demos(tmp_path / "more.hdf5", [7, 8])
     parts = split(demos, None, tmp_path / "parts")
-    assert [one.num_trajectories for one in parts.values()] == [2, 1] and set(parts) == {
+    assert [item.num_trajectories for item in parts.values()] == [2, 1] and set(parts) == {
         "train",
         "valid",
     }
@@ -164,7 +164,7 @@ def test_the_parts_of_a_split_hide_unfinished_and_dropped_trajectories(tmp_path:
     convert(tmp_path / "walk", tmp_path / "copy", progress=False)
     for name in ("walk", "copy"):
         parts = split(tmp_path / name, {"x": 0.34, "y": 0.66}, tmp_path / f"{name}_parts")
-        merge([one.path for one in parts.values()], tmp_path / f"{name}_whole")
+        merge([item.path for item in parts.values()], tmp_path / f"{name}_whole")
         assert content(tmp_path / f"{name}_whole") == content(tmp_path / name)
 
 
@@ -205,11 +205,11 @@ def test_trajectories_of_a_damaged_block_are_left_out_and_named(
             "left out" in str(problem) for problem in done.problems[1:]
         )
     assert path.name in capsys.readouterr().out
-    found = {
+    actual = {
         folder.name: [episode.metadata["id"] for episode in rollout_data.open(folder)]
         for folder in whole
     }
-    assert sorted(found["merged"]) == sorted(found["x"] + found["y"]) == intact == sorted(before)
+    assert sorted(actual["merged"]) == sorted(actual["x"] + actual["y"]) == intact == sorted(before)
 
 
 def test_advice_is_in_the_result_and_raises_nothing(tmp_path: Path, capsys) -> None:

@@ -55,8 +55,8 @@ def walking(path: Path, num: int = 8, change=lambda number, rows: rows) -> Path:
                 "reward": rng.random(length).astype(np.float32),
             }
             rows = change(number, rows)
-            final = {name: one[-1:] + 0 for name, one in rows["observation"].items()}
-            in_env = {name: one[:, None] for name, one in rows["observation"].items()}
+            final = {name: item[-1:] + 0 for name, item in rows["observation"].items()}
+            in_env = {name: item[:, None] for name, item in rows["observation"].items()}
             action, reward = rows["action"][:, None], rows["reward"][:, None]
             ends = np.arange(len(reward))[:, None] == len(reward) - 1
             others = {
@@ -100,13 +100,13 @@ def test_a_flipped_byte_costs_only_its_trajectory(sound: Path, tmp_path_factory,
     hit = {f"{header.writer}:{number}" for number in header.fragments["trajectory"]}
     is_edit = "_1000000" in path.name
     if not is_edit:
-        assert left == {one: episode for one, episode in whole.items() if one in left}, (
+        assert left == {item: episode for item, episode in whole.items() if item in left}, (
             "what is left is bit-equal"
         )
         assert whole.keys() - left.keys() <= hit and (problems or left == whole)
     repair(folder / "walk", folder / "again", progress=False)
-    assert {name: one for name, (one, _) in files(folder / "new").items()} == {
-        name: one for name, (one, _) in files(folder / "again").items()
+    assert {name: item for name, (item, _) in files(folder / "new").items()} == {
+        name: item for name, (item, _) in files(folder / "again").items()
     }
 
 
@@ -135,7 +135,7 @@ def test_sound_blocks_are_hard_links_and_the_report_is_complete(
         tmp_path / "new"
     )
     report = json.loads((tmp_path / "new" / REPORT_NAME).read_text())
-    (action,) = [one for one in report["actions"] if one["kind"] == "K"]
+    (action,) = [item for item in report["actions"] if item["kind"] == "K"]
     assert (
         action["code"] == "FIL01"
         and action["trajectories"] == [f"a:{number}"]
@@ -164,8 +164,10 @@ def _damaged_reward(path: Path) -> str:
 
 def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
     damaged = _damaged_reward(walking(tmp_path / "walk"))
-    found = {finding.code for finding in doctor(tmp_path / "walk").findings}
-    assert {"FIL01", "STA01"} <= found, "the sum of the rewards disagrees, too, and would be mended"
+    actual = {finding.code for finding in doctor(tmp_path / "walk").findings}
+    assert {"FIL01", "STA01"} <= actual, (
+        "the sum of the rewards disagrees, too, and would be mended"
+    )
     done = repair(tmp_path / "walk", tmp_path / "new", only=["FIL", "STA"])
     assert (
         ids(tmp_path / "new") == ids(tmp_path / "walk") - {damaged}
@@ -173,8 +175,8 @@ def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
         and not done.problems
     )
     reports = {
-        one["code"]: one
-        for one in json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]
+        item["code"]: item
+        for item in json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]
     }
     assert reports["FIL01"]["trajectories"] == [damaged] and reports["STA01"]["kind"] == "-"
     with pytest.raises(
@@ -223,8 +225,8 @@ def test_a_damaged_header_costs_no_sound_trajectory(sound: Path, tmp_path: Path)
     path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[-1]
     header, raw = read_header(path), path.read_bytes()
     numbers = header.fragments["trajectory"].tolist()
-    others = {int(one[2:]) for one in ids(sound) if one[0] == "a"} - {*numbers}
-    wrong = next(one for one in sorted(others) if (one ^ numbers[0]).bit_count() == 1)
+    others = {int(item[2:]) for item in ids(sound) if item[0] == "a"} - {*numbers}
+    wrong = next(item for item in sorted(others) if (item ^ numbers[0]).bit_count() == 1)
     at = raw.index(header.fragments.tobytes())
     path.write_bytes(raw[:at] + bytes([wrong]) + raw[at + 1 :])
     (finding,) = doctor(tmp_path / "walk", only=["FIL"]).findings
@@ -404,10 +406,10 @@ def test_other_formats_become_folders_of_blocks_with_the_same_bytes_each_time(
         os.stat(tmp_path / "set.hdf5").st_mtime_ns == before
     )
     old = {episode.id: episode for episode in rollout_data.open(tmp_path / "set.hdf5")}
-    for one in rollout_data.open(done.path):
-        source = old[one.metadata["id"]]
+    for item in rollout_data.open(done.path):
+        source = old[item.metadata["id"]]
         assert all(
-            np.array_equal(one.read(name), source.read(name))
+            np.array_equal(item.read(name), source.read(name))
             for name in ("action", "observation/pose")
         )
 
@@ -428,7 +430,7 @@ def test_a_repaired_description_has_no_finding(tmp_path: Path, name: str) -> Non
         and not doctor(done.path, only=[case.code]).findings
     )
     left = {episode.metadata.get("id", episode.id) for episode in rollout_data.open(done.path)}
-    dropped = {int(one.rpartition(":")[2]) for one in whole - left}
+    dropped = {int(item.rpartition(":")[2]) for item in whole - left}
     assert left < whole if name == "missing_block" else dropped == named, (
         "left out, or divided under other names"
     )
@@ -498,8 +500,8 @@ def test_secrets_in_metadata_are_masked_on_request(tmp_path: Path) -> None:
     before = files(tmp_path / "walk")
     done = repair(tmp_path / "walk", tmp_path / "new", only=["PRV02"])
     assert files(tmp_path / "walk") == before
-    found = json.loads((done.path / "metadata.json").read_text())
-    assert (found["note"], found["runs"], found["folder"]) == (
+    actual = json.loads((done.path / "metadata.json").read_text())
+    assert (actual["note"], actual["runs"], actual["folder"]) == (
         "ask ***",
         [{"api_key": "***"}, "***"],
         "***/data",

@@ -41,19 +41,19 @@ def test_killed_ranks_resume_with_the_same_batches_on_two_ranks_and_on_one(
     tmp_path: Path, short_folder: Path
 ) -> None:
     text = run(tmp_path, "distributed.py", "--quick", TMPDIR=str(short_folder))
-    found = re.search(r"killed at step (\d+); the checkpoint holds step (\d+)", text)
-    assert found and 0 <= int(found[2]) <= int(found[1]) < NUM_STEPS
+    actual = re.search(r"killed at step (\d+); the checkpoint holds step (\d+)", text)
+    assert actual and 0 <= int(actual[2]) <= int(actual[1]) < NUM_STEPS
     for num_ranks in (2, 1):
         assert (
             f"resumed on {num_ranks}: {NUM_STEPS} batches of {NUM_ENVS} envs, equal bit by bit: True"
             in text
         )
-    whole, killed, one = (
+    whole, killed, item = (
         sequence(tmp_path / "demo" / "distributed" / name) for name in ("whole", "killed", "one")
     )
     assert sorted(whole) == list(range(1, NUM_STEPS + 1))
     assert all(len(envs) == NUM_ENVS for envs in whole.values())
     assert len({env for envs in whole.values() for env in envs}) > NUM_STEPS * NUM_ENVS * 0.9
-    assert killed == whole and one == whole
+    assert killed == whole and item == whole
     differences = [float(value) for value in re.findall(r"weights differ by (\S+)", text)]
     assert differences[0] == 0 and differences[1] < 1e-4

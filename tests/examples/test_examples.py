@@ -104,8 +104,8 @@ def test_a_categorical_policy_learns_to_balance_the_pole(tmp_path: Path) -> None
     before_s = processor_s()
     text = run(tmp_path, "categorical_ppo.py")
     assert processor_s() - before_s < MAX_QUICK_S
-    found = re.search(r"without exploration: (\d+) of 500", text)
-    assert found and int(found[1]) >= 475
+    actual = re.search(r"without exploration: (\d+) of 500", text)
+    assert actual and int(actual[1]) >= 475
 
 
 def test_the_examples_are_short_enough_to_copy() -> None:

@@ -86,23 +86,23 @@ def record(
 
 def leaves(batch):
     """Return name -> tensor of all fields of a batch."""
-    found = {}
+    result = {}
     for name, value in batch._asdict().items():
         parts = (
             {f"{name}/{key}": part for key, part in value.items()}
             if isinstance(value, dict)
             else {name: value}
         )
-        found |= {key: part for key, part in parts.items() if isinstance(part, torch.Tensor)}
-    return found
+        result |= {key: part for key, part in parts.items() if isinstance(part, torch.Tensor)}
+    return result
 
 
 def max_errors(folder) -> dict[str, float]:
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for header in blocks_of(folder):
         for name, coding in header.codings.items():
-            found[name] = max(found.get(name, 0.0), coding.max_error)
-    return found
+            result[name] = max(result.get(name, 0.0), coding.max_error)
+    return result
 
 
 def check_equal(ours, theirs, errors):

@@ -87,18 +87,18 @@ def read(
         shard=own if shard == "own" else shard,
         refresh_s=refresh_s,
     )
-    found, error = [], None
+    actual, error = [], None
     is_live = reading in ("prefetch", "loader")
     try:
         for number, batch in enumerate(iterate(dataset, reading, num_workers, start_method)):
-            found.append(seen(batch))
+            actual.append(seen(batch))
             # No rank waits for the other: they read different data.
             if is_live and rank == number % 2 and number < NUM_WRITTEN:
                 record(Path(data_dir), [3, 2], first_number=100 * rank + 2 * number + 20)
     except Exception as raised:  # noqa: BLE001 - the test looks at it
         error = f"{type(raised).__name__}: {raised}"
     Path(data_dir).with_name(f"rank{rank}.json").write_text(
-        json.dumps({"batches": found, "error": error})
+        json.dumps({"batches": actual, "error": error})
     )
     return error
 

@@ -59,22 +59,22 @@ def field_values(header: BlockHeader, table: str, name: str, start: int, stop: i
 
 def trajectories_of(folder: Path) -> list[Recorded]:
     """Read all trajectories in the order of their numbers, and check each frame."""
-    found: dict[tuple[str, int], Recorded] = {}
+    result: dict[tuple[str, int], Recorded] = {}
     for header in blocks_of(folder):
         for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
             key = (header.writer, int(fragment["trajectory"]))
-            if fragment["flags"] & DROPPED or (key in found and found[key].flags & DROPPED):
-                found.setdefault(key, Recorded(*key, int(fragment["env"]))).flags |= DROPPED
+            if fragment["flags"] & DROPPED or (key in result and result[key].flags & DROPPED):
+                result.setdefault(key, Recorded(*key, int(fragment["env"]))).flags |= DROPPED
                 continue  # a void trajectory has no other fragment
             is_first = bool(fragment["flags"] & FIRST)
-            assert is_first == (key not in found), "FIRST on the first fragment, and only there"
-            one = found.setdefault(key, Recorded(*key, int(fragment["env"])))
-            assert one.env == fragment["env"] and one.length == fragment["start"], (
+            assert is_first == (key not in result), "FIRST on the first fragment, and only there"
+            item = result.setdefault(key, Recorded(*key, int(fragment["env"])))
+            assert item.env == fragment["env"] and item.length == fragment["start"], (
                 "fragments follow each other"
             )
-            assert not one.flags & ENDS, "nothing follows an end"
-            _append(one, header, fragment, reward_sum)
-    return [one for _, one in sorted(found.items()) if _exists(one)]
+            assert not item.flags & ENDS, "nothing follows an end"
+            _append(item, header, fragment, reward_sum)
+    return [item for _, item in sorted(result.items()) if _exists(item)]
 
 
 def _append(one: Recorded, header: BlockHeader, fragment: Any, reward_sum: np.ndarray) -> None:

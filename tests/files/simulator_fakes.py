@@ -125,12 +125,12 @@ class ManiSkill(GymForm):
         if not done.any():
             return {"success": self.given(success)}
         final_info = {"success": self.given(success), "elapsed_steps": self.given(self.t)}
-        found = {"final_observation": self.given(last), "_final_observation": self.given(done)}
+        actual = {"final_observation": self.given(last), "_final_observation": self.given(done)}
         return {
             "success": self.given(done),  # of the next episode
             "final_info": final_info,
-            "_final_info": found["_final_observation"],
-            **found,
+            "_final_info": actual["_final_observation"],
+            **actual,
         }
 
 

@@ -82,9 +82,9 @@ def check_flips(path: Path, work: Path, positions: list[int], bits: list[int]) -
             data[position] ^= 1 << bit
             work.write_bytes(data)
             data[position] ^= 1 << bit
-            found = outcome(work, good)
-            counts[found] = counts.get(found, 0) + 1
-            assert found != "different", f"bit {bit} of byte {position} was returned as data"
+            actual = outcome(work, good)
+            counts[actual] = counts.get(actual, 0) + 1
+            assert actual != "different", f"bit {bit} of byte {position} was returned as data"
     return counts
 
 
@@ -120,13 +120,13 @@ def test_truncation_at_any_length_is_reported(block, tmp_path):
 def heap_headers(data: bytes) -> list[int]:
     """Return positions of the header of the heap of texts, and of the headers of its objects."""
     heap = data.index(b"GCOL")
-    size, at, found = int.from_bytes(data[heap + 8 : heap + 16], "little"), 16, list(range(16))
+    size, at, actual = int.from_bytes(data[heap + 8 : heap + 16], "little"), 16, list(range(16))
     while at + 16 <= size:
-        found += range(at, at + 16)
+        actual += range(at, at + 16)
         is_free = data[heap + at : heap + at + 2] == b"\0\0"
         num_bytes = int.from_bytes(data[heap + at + 8 : heap + at + 16], "little")
         at += num_bytes if is_free else 16 + -(-num_bytes // 8) * 8
-    return [heap + one for one in found]
+    return [heap + item for item in actual]
 
 
 def test_flipped_bits_of_the_global_heap_never_hang_a_reader(block, tmp_path):

@@ -42,17 +42,17 @@ def check_reference(folder: Path) -> list[Recorded]:
     expected = trajectories_of(folder)
     got = reference_reader()(folder)
     got = {
-        key: one
-        for key, one in got.items()
-        if any(len(rows) for name, rows in one.items() if "/" not in name and name != "flags")
+        key: item
+        for key, item in got.items()
+        if any(len(rows) for name, rows in item.items() if "/" not in name and name != "flags")
     }
-    assert sorted(got) == [(one.writer, one.number) for one in expected]
-    for one in expected:
-        theirs = got[(one.writer, one.number)]
-        assert theirs["flags"] == one.flags
-        for name in one.fields:
-            np.testing.assert_array_equal(theirs[name], one.column(name), err_msg=name)
-        for name, final in (one.finals or {}).items():
+    assert sorted(got) == [(item.writer, item.number) for item in expected]
+    for item in expected:
+        theirs = got[(item.writer, item.number)]
+        assert theirs["flags"] == item.flags
+        for name in item.fields:
+            np.testing.assert_array_equal(theirs[name], item.column(name), err_msg=name)
+        for name, final in (item.finals or {}).items():
             np.testing.assert_array_equal(theirs["final/" + name], final)
     return expected
 
@@ -78,13 +78,13 @@ def test_attributes_have_the_types_that_h5py_writes(tmp_path, name):
             )
             for key, value in ours.attrs.items():
                 theirs.attrs[key] = value
-                one, other = ours.attrs.get_id(key), theirs.attrs.get_id(key)
+                item, other = ours.attrs.get_id(key), theirs.attrs.get_id(key)
                 assert (
-                    one.get_type().encode() == other.get_type().encode()
-                    and one.shape == other.shape == ()
+                    item.get_type().encode() == other.get_type().encode()
+                    and item.shape == other.shape == ()
                 )
-                assert one.get_storage_size() == other.get_storage_size()
-                assert type(value) is (str if h5py.check_string_dtype(one.dtype) else np.int64)
+                assert item.get_storage_size() == other.get_storage_size()
+                assert type(value) is (str if h5py.check_string_dtype(item.dtype) else np.int64)
 
 
 def test_there_are_golden_files_of_the_present_version():
@@ -96,21 +96,23 @@ def test_there_are_golden_files_of_the_present_version():
 )
 def test_golden_files_are_read_unchanged(folder):
     steps, _, _, options = golden.RECORDINGS[folder.name]
-    found = trajectories_of(folder)
-    for one in found:
-        start = START[folder.name][one.number]
-        for t in range(one.length):
+    actual = trajectories_of(folder)
+    for item in actual:
+        start = START[folder.name][item.number]
+        for t in range(item.length):
             expected = flat(steps(start + t))
-            for name, rows in one.fields.items():
-                row, want = np.concatenate(rows)[t], expected[name][one.env]
+            for name, rows in item.fields.items():
+                row, want = np.concatenate(rows)[t], expected[name][item.env]
                 want = want.float().numpy() if want.dtype == torch.bfloat16 else want.numpy()
                 tolerance = 0.5 / 255 + 1e-7 if (folder.name, name) in IMAGES else 0
                 np.testing.assert_allclose(row, want, atol=tolerance, rtol=0, err_msg=name)
                 assert row.dtype == want.dtype and row.shape == want.shape
-    assert [(one.number, one.env, one.length, end_of(one)) for one in found] == ENDS[folder.name]
+    assert [(item.number, item.env, item.length, end_of(item)) for item in actual] == ENDS[
+        folder.name
+    ]
     metadata = read_metadata(folder)
     assert metadata["made_by"] == "tests"
-    assert metadata["total_trajectories"] == len(found)
+    assert metadata["total_trajectories"] == len(actual)
     assert metadata["obs_disassemble_mapping"] == options.get("obs_disassemble_mapping", {})
 
 

@@ -69,8 +69,8 @@ def check(path, expected):
     """Compare the rows of a block with expected rows, and check its checksums."""
     header = open_block(path, verify=True)
     for name, source in expected.rows[DATA].items():
-        found = header.read_rows(DATA, name, 0, source.num_rows)
-        assert np.array_equal(found, ArrayRows.read(source, 0, source.num_rows, found))
+        actual = header.read_rows(DATA, name, 0, source.num_rows)
+        assert np.array_equal(actual, ArrayRows.read(source, 0, source.num_rows, actual))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -61,7 +61,7 @@ def in_order(folder):
         (trajectory.writer, trajectory.number): trajectory for trajectory in trajectories_of(folder)
     }
     keys = zip(index.writer.tolist(), index.number.tolist(), strict=True)
-    found = [by_key[(index.writers[writer].rpartition(":")[2], number)] for writer, number in keys]
+    actual = [by_key[(index.writers[writer].rpartition(":")[2], number)] for writer, number in keys]
     return [
         (
             trajectory.env,
@@ -74,7 +74,7 @@ def in_order(folder):
             if trajectory.finals is None
             else {name: value.tolist() for name, value in trajectory.finals.items()},
         )
-        for trajectory in found
+        for trajectory in actual
     ]
 
 
@@ -93,12 +93,12 @@ def test_info_prints_the_contents_of_a_folder(tmp_path, capsys):
     (tmp_path / "other.h5").write_bytes(b"x")
     assert main(["info", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    found = trajectories_of(tmp_path)
-    assert f"{len(found):,} trajectories, 180 frames" in text
+    actual = trajectories_of(tmp_path)
+    assert f"{len(actual):,} trajectories, 180 frames" in text
     assert "observation/big  float64[600]" in text and 'env: "walk"' in text and "other.h5" in text
     assert main(["info", str(tmp_path), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
-    assert about["total_trajectories"] == len(found) and about["ends"]["open"] == N
+    assert about["total_trajectories"] == len(actual) and about["ends"]["open"] == N
     assert list(about["problems"]) == ["other.h5"]
 
 
@@ -152,7 +152,7 @@ def test_repair_sets_bad_files_aside_and_keeps_the_intact_trajectories(tmp_path,
     ]
     assert main(["verify", str(tmp_path)]) == 0
     left = in_order(tmp_path)
-    (lost,) = [one for one in good if one not in left]
+    (lost,) = [item for item in good if item not in left]
     assert len(left) == len(good) - 1 and lost[0] == fragment["env"]
 
 
@@ -246,9 +246,9 @@ def test_retention_keeps_the_latest_and_deletes_whole_blocks(tmp_path, keep):
     blocks = BlockFolder(tmp_path)
     blocks.refresh()
     index = TrajectoryIndex(list(blocks.blocks.values()))
-    assert index.lengths[-keep:].tolist() == [len(one[2]) for one in before[-keep:]]
-    assert index.end_time_ns[-keep:].tolist() == [one[3] for one in before[-keep:]]
-    assert set(index.end_time_ns.tolist()) <= {one[3] for one in before}, "nothing is torn"
+    assert index.lengths[-keep:].tolist() == [len(item[2]) for item in before[-keep:]]
+    assert index.end_time_ns[-keep:].tolist() == [item[3] for item in before[-keep:]]
+    assert set(index.end_time_ns.tolist()) <= {item[3] for item in before}, "nothing is torn"
     assert prune(tmp_path, trajectories=keep) == []
 
 

@@ -52,12 +52,12 @@ def test_every_trajectory_is_read_back_with_its_final_observation(folders):
     assert [(trajectory.env, trajectory.length, trajectory.flags) for trajectory in ours] == [
         (trajectory.env, trajectory.length, trajectory.flags) for trajectory in theirs
     ]
-    for one, raw in zip(ours, theirs, strict=True):
-        assert (one.finals is None) == (raw.finals is None)
+    for item, raw in zip(ours, theirs, strict=True):
+        assert (item.finals is None) == (raw.finals is None)
         for name in coded.COMPONENTS:
             field = f"observation/{name}"
-            pairs = [(one.column(field), raw.column(field))]
-            pairs += [(one.finals[field], raw.finals[field])] if one.finals else []
+            pairs = [(item.column(field), raw.column(field))]
+            pairs += [(item.finals[field], raw.finals[field])] if item.finals else []
             for got, expected in pairs:
                 assert got.dtype == expected.dtype
                 np.testing.assert_allclose(
@@ -138,9 +138,9 @@ def test_the_largest_error_is_measured_over_the_block(tmp_path):
     }
     with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=mapping, durable=False) as writer:
         for value in (0.25, 1.5, 0.5):
-            one = np.full((1, 3), value, np.float32)
+            item = np.full((1, 3), value, np.float32)
             writer.add(
-                observation=dict.fromkeys("abcd", one),
+                observation=dict.fromkeys("abcd", item),
                 action=np.zeros((1, 1)),
                 reward=np.zeros(1),
                 done=[False],
@@ -200,17 +200,17 @@ def test_pack_copies_chunks_and_joins_blocks_that_auto_coded_differently(tmp_pat
     assert len(chosen) == 2 and "raw" in chosen
     assert main(["pack", str(data), str(packed)]) == 0
     before, after = (
-        sorted(trajectories_of(path), key=lambda one: (one.end_time_ns, one.env))
+        sorted(trajectories_of(path), key=lambda item: (item.end_time_ns, item.env))
         for path in (data, packed)
     )
     assert len(before) == len(after) == 9
-    for one, other in zip(before, after, strict=True):
-        assert (one.env, one.length, one.flags) == (other.env, other.length, other.flags)
+    for item, other in zip(before, after, strict=True):
+        assert (item.env, item.length, item.flags) == (other.env, other.length, other.flags)
         assert all(
-            np.array_equal(one.column(name), other.column(name), equal_nan=True)
-            for name in one.fields
+            np.array_equal(item.column(name), other.column(name), equal_nan=True)
+            for name in item.fields
         )
-        for name, final in (one.finals or {}).items():
+        for name, final in (item.finals or {}).items():
             assert np.array_equal(final, other.finals[name], equal_nan=True)
     assert coded.max_errors(packed) == coded.max_errors(data), "nothing was quantized twice"
 
@@ -334,9 +334,9 @@ def test_info_is_strict_json_where_a_nan_has_no_image_value(tmp_path, capsys):
     }
     with RolloutWriter(tmp_path, 1, metadata={"known": [math.inf]}, **options) as writer:
         for value in (0.25, math.nan):
-            one = np.full((1, 3), value, np.float32)
+            item = np.full((1, 3), value, np.float32)
             writer.add(
-                observation={"a": one, "b": one}, action=np.zeros((1, 1)), reward=np.zeros(1)
+                observation={"a": item, "b": item}, action=np.zeros((1, 1)), reward=np.zeros(1)
             )
     (recorded,) = trajectories_of(tmp_path)
     assert all(recorded.column(f"observation/{name}")[1].tolist() == [0, 0, 0] for name in "ab")

@@ -67,13 +67,13 @@ def test_verify_reports_a_damaged_chunk_and_repair_drops_its_trajectory(folder, 
     assert main(["verify", str(folder)]) == 0
     left = trajectories_of(folder)
     assert len(left) == len(good) - 1
-    for one in left:
-        same = next(other for other in good if other.number == one.number)
+    for item in left:
+        same = next(other for other in good if other.number == item.number)
         assert all(
-            np.array_equal(one.column(name), same.column(name), equal_nan=True)
-            for name in one.fields
+            np.array_equal(item.column(name), same.column(name), equal_nan=True)
+            for name in item.fields
         )
-        assert (one.finals is None) == (same.finals is None)
+        assert (item.finals is None) == (same.finals is None)
 
 
 @pytest.mark.each_value
@@ -256,13 +256,13 @@ def moved(part, *steps):
     """
 
     def edit(file):
-        found = file["data/observation/rgb/offsets"]
-        add = np.array([sum(steps[: row + 1]) for row in range(len(found))], object)
+        actual = file["data/observation/rgb/offsets"]
+        add = np.array([sum(steps[: row + 1]) for row in range(len(actual))], object)
         wrapped = [
             (int(a) + int(b) + 2**63) % 2**64 - 2**63
-            for a, b in zip(found[:, part], add, strict=True)
+            for a, b in zip(actual[:, part], add, strict=True)
         ]
-        found[:, part] = np.array(wrapped, np.int64)
+        actual[:, part] = np.array(wrapped, np.int64)
 
     edit.__name__ = f"moved {part} {steps}"
     return edit

@@ -125,8 +125,8 @@ def test_chunks_have_frames_per_chunk_frames(tmp_path, folders, frames_per_chunk
         frames_per_chunk, max(int(header.fragments["length"].max()) for header in blocks_of(path))
     )
     ours, theirs = (
-        RolloutDataset(one, 3, device="cpu", flatten_observations=False)
-        for one in (path, folders[1])
+        RolloutDataset(item, 3, device="cpu", flatten_observations=False)
+        for item in (path, folders[1])
     )
     for _ in range(4):
         coded.check_equal(ours.get_batch(7), theirs.get_batch(7), coded.max_errors(path))

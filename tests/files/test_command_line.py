@@ -167,10 +167,10 @@ def test_select_accepts_ids_and_conditions(
     walk: Path, run_command: RunCommand, which: list[str], numbers: list[int]
 ) -> None:
     recording = rollout_data.open(walk)
-    arguments = [recording.ids[int(one[2:])] if one.startswith("ID") else one for one in which]
+    arguments = [recording.ids[int(item[2:])] if item.startswith("ID") else item for item in which]
     assert selected(recording, arguments).ids == [recording.ids[number] for number in numbers]
     code, out, _ = run_command(
-        ["ls", walk, "--json", *(part for one in arguments for part in ("--select", one))]
+        ["ls", walk, "--json", *(part for item in arguments for part in ("--select", item))]
     )
     assert code == 0 and [row["length"] for row in json.loads(out)] == [
         LENGTHS[number] for number in numbers
@@ -221,7 +221,7 @@ def test_a_path_without_data_is_an_error_of_one_line_and_creates_nothing(
         pytest.skip("nothing is forbidden to root")
     before = sorted(tmp_path.iterdir())
     code, out, err = run_command(
-        [name, path, *(one.replace("OUT", str(tmp_path / "out")) for one in REST.get(name, []))]
+        [name, path, *(item.replace("OUT", str(tmp_path / "out")) for item in REST.get(name, []))]
     )
     if name == "doctor" and kind in ("empty", "file"):
         assert code == 1 and "FIL03" in out and err == ""  # which is what it found

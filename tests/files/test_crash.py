@@ -14,7 +14,7 @@ NUM_KILLS = 12
 def test_a_killed_recorder_leaves_whole_blocks_and_loses_one_at_most(tmp_path):
     with workers(WORK) as process:
         outcomes = [kill_one(process, tmp_path / f"{seed}", seed) for seed in range(NUM_KILLS)]
-    assert any(one["blocks"] for one in outcomes) and any(one["lost"] for one in outcomes)
+    assert any(item["blocks"] for item in outcomes) and any(item["lost"] for item in outcomes)
 
 
 def test_ctrl_c_at_any_instant_publishes_all_that_was_added(tmp_path):

@@ -87,14 +87,14 @@ def dense(plan, num_envs):
 
     Check that each is covered once.
     """
-    found = np.full((num_envs, plan.num_steps + 1, 2), -1)
+    actual = np.full((num_envs, plan.num_steps + 1, 2), -1)
     for part in plan.parts:
         for env, time, trajectory, frame, count in zip(*part.pieces, strict=True):
-            assert count >= 1 and (found[env, time : time + count] == -1).all()
-            found[env, time : time + count, 0] = trajectory
-            found[env, time : time + count, 1] = np.arange(frame, frame + count)
-    assert (found >= 0).all()
-    return found
+            assert count >= 1 and (actual[env, time : time + count] == -1).all()
+            actual[env, time : time + count, 0] = trajectory
+            actual[env, time : time + count, 1] = np.arange(frame, frame + count)
+    assert (actual >= 0).all()
+    return actual
 
 
 @settings(max_examples=300, deadline=None)
@@ -214,8 +214,8 @@ def test_the_plan_of_a_shard_is_its_part_of_the_whole_plan(
                 plan.num_valid == num_steps
             ).all()
             firsts = [
-                set(zip(one.first_env.tolist(), one.first_time.tolist(), strict=True))
-                for one in (part, expected)
+                set(zip(item.first_env.tolist(), item.first_time.tolist(), strict=True))
+                for item in (part, expected)
             ]
             assert firsts[0] == firsts[1] and len(part.parts) == len(plan.parts)
             for mine, whole in zip(part.parts, expected.parts, strict=True):

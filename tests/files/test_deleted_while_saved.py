@@ -189,9 +189,9 @@ def test_a_state_can_be_loaded_twice_and_into_its_own_dataset(tmp_path):
     dataset.get_batch(1)
     state = dataset.state_dict()
     folder.delete(playing(folder, state)[:1])
-    other, found = RolloutDataset(tmp_path, NUM_ENVS, device="cpu"), []
-    for one in (other, other, dataset):
-        one.load_state_dict(state)
-        found.append(seen(one.get_batch(3)))
-    assert found[0] == found[1] == found[2]
-    assert [env[0][2] for env in found[0]] == [0] + [1] * (NUM_ENVS - 1)
+    other, actual = RolloutDataset(tmp_path, NUM_ENVS, device="cpu"), []
+    for item in (other, other, dataset):
+        item.load_state_dict(state)
+        actual.append(seen(item.get_batch(3)))
+    assert actual[0] == actual[1] == actual[2]
+    assert [env[0][2] for env in actual[0]] == [0] + [1] * (NUM_ENVS - 1)

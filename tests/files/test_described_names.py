@@ -125,8 +125,8 @@ def test_components_of_a_recording_may_have_any_of_their_names(tmp_path):
         },
     ]
     for traj_data in components:
-        found = dataset.assemble_obs_components(traj_data)
-        assert torch.equal(found, expected) and found.dtype is torch.float32
+        actual = dataset.assemble_obs_components(traj_data)
+        assert torch.equal(actual, expected) and actual.dtype is torch.float32
 
 
 def test_an_observation_without_components_is_returned_as_it_is(tmp_path):
@@ -134,9 +134,9 @@ def test_an_observation_without_components_is_returned_as_it_is(tmp_path):
     values = np.arange(9, dtype=np.float32).reshape(3, 3)
     for name in ("observations", "observation", "obs"):
         for value in (values, (values,)):
-            found = stream(tmp_path).assemble_obs_components({name: value})
-            assert found.tolist() == values.tolist()
-    found += 1
+            actual = stream(tmp_path).assemble_obs_components({name: value})
+            assert actual.tolist() == values.tolist()
+    actual += 1
     assert values[0, 0] == 0, "the result is new memory"
 
 

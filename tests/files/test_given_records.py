@@ -12,7 +12,7 @@ from storage.errors import RolloutDataWarning, SchemaError
 
 
 def test_keywords_that_are_not_recorded_are_named_in_a_warning(tmp_path):
-    given = {
+    value = {
         "observation": torch.zeros(2, 3),
         "action": torch.zeros(2, 1),
         "done": torch.ones(2, dtype=torch.bool),
@@ -20,7 +20,7 @@ def test_keywords_that_are_not_recorded_are_named_in_a_warning(tmp_path):
     derived = {"next_observation": torch.ones(2, 3), "is_first": torch.ones(2)}
     with RolloutWriter(tmp_path, 2) as writer:
         with pytest.warns(RolloutDataWarning) as caught:
-            writer.add(**given, **derived, hidden_states=torch.full((2, 4), 7.0))
+            writer.add(**value, **derived, hidden_states=torch.full((2, 4), 7.0))
         assert sorted(str(warning.message).split("'")[1] for warning in caught) == [
             "is_first",
             "next_observation",
@@ -29,7 +29,7 @@ def test_keywords_that_are_not_recorded_are_named_in_a_warning(tmp_path):
         with warnings.catch_warnings():  # a record may have these keys with the value None
             warnings.simplefilter("error")
             writer.add(
-                {**given, **derived, "hidden_states": (1, 2)},
+                {**value, **derived, "hidden_states": (1, 2)},
                 hidden_states=torch.zeros(2, 4),
                 is_first=None,
             )

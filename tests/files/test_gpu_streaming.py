@@ -23,14 +23,14 @@ def test_batches_on_the_gpu_equal_batches_on_the_cpu(tmp_path, cache):
     batches = drain(RolloutDataset(tmp_path, 3, 2, device="cuda", cache=cache), 6)
     for batch, other in zip(expected, batches, strict=True):
         assert other.observation.is_cuda and other.done.is_cuda
-        for one, two in zip(batch, to_cpu(other), strict=True):
-            assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+        for item, two in zip(batch, to_cpu(other), strict=True):
+            assert torch.equal(item, two) if isinstance(item, torch.Tensor) else item == two
 
 
 def equal_batches(batch, other):
     return all(
-        torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
-        for one, two in zip(to_cpu(batch), to_cpu(other), strict=True)
+        torch.equal(item, two) if isinstance(item, torch.Tensor) else item == two
+        for item, two in zip(to_cpu(batch), to_cpu(other), strict=True)
     )
 
 

@@ -98,16 +98,16 @@ def test_every_frame_of_every_trajectory_is_located(recording, data):
     target = np.cumsum(count) - count
     runs = index.locate(trajectory, frame, count, target)
     assert (np.diff(runs.target) > 0).all() and runs.num_rows.sum() == count.sum()
-    found = {}
+    result = {}
     for to, number, row, length in zip(*runs, strict=True):
         for k in range(length):
-            found[to + k] = (index.blocks[number].sequence, row + k)
+            result[to + k] = (index.blocks[number].sequence, row + k)
     expected = [
         frames[order[t], f + k]
         for t, f, c in zip(wanted, frame, count, strict=True)
         for k in range(c)
     ]
-    assert [found[k] for k in range(len(expected))] == expected
+    assert [result[k] for k in range(len(expected))] == expected
 
 
 @given(recordings())
@@ -168,8 +168,8 @@ def test_blocks_of_one_file_differ_by_their_names():
         block(1, [(1, 0, 2, FIRST | TERMINATED, 2)]),
     )
     blocks = [
-        replace(one, path=Path("many.h5"), name=name)
-        for one, name in ((first, "demo_0"), (second, "demo_1"))
+        replace(item, path=Path("many.h5"), name=name)
+        for item, name in ((first, "demo_0"), (second, "demo_1"))
     ]
     assert len({block.key for block in blocks}) == len({block.identity for block in blocks}) == 2
 

@@ -51,9 +51,9 @@ def batched_infos() -> dict:
 
 def objects(*rows) -> np.ndarray:
     """Return an array of objects, one per environment."""
-    found = np.empty(len(rows), object)
-    found[:] = rows
-    return found
+    actual = np.empty(len(rows), object)
+    actual[:] = rows
+    return actual
 
 
 def infos_of_objects() -> dict:
@@ -76,13 +76,13 @@ FORMS = {
 
 
 def record(infos=None, step: int = 0) -> dict:
-    found = {
+    actual = {
         "obs": observed(step),
         "actions": np.zeros((N, 1), np.float32),
         "rewards": np.zeros(N, np.float32),
     }
-    found["dones"] = DONES
-    return found if infos is None else found | {"infos": infos}
+    actual["dones"] = DONES
+    return actual if infos is None else actual | {"infos": infos}
 
 
 def as_object(values: dict) -> SimpleNamespace:
@@ -448,12 +448,12 @@ def test_final_observations_may_be_missing_at_some_ends(tmp_path, as_rollout):
                     dones=ended[step],
                     infos=infos[step],
                 )
-    found = np.zeros((num_steps, N), bool)
+    actual = np.zeros((num_steps, N), bool)
     for batch in RolloutDataset(tmp_path, 1, device="cpu"):
         step, env = divmod(int(batch.observation[0, 0]), 100)
         if ended[step, env]:
-            found[step, env] = batch.next_observation[0, 0] == 10000 + 100 * step + env
-    assert np.array_equal(found, has_final)
+            actual[step, env] = batch.next_observation[0, 0] == 10000 + 100 * step + env
+    assert np.array_equal(actual, has_final)
 
 
 @pytest.mark.parametrize("as_rollout", [False, True])

@@ -255,10 +255,10 @@ def test_vanished_blocks_are_counted_and_incomplete_trajectories_reported(tmp_pa
 
 
 def test_a_source_determines_its_format_in_its_own_refresh(tmp_path):
-    one, two = LiveSource(tmp_path), LiveSource(tmp_path)
+    item, two = LiveSource(tmp_path), LiveSource(tmp_path)
     record(tmp_path, [4])
-    one.refresh()
-    assert len(one.snapshot().index) == 1 and len(two.snapshot().index) == 0
+    item.refresh()
+    assert len(item.snapshot().index) == 1 and len(two.snapshot().index) == 0
     two.refresh()
     assert len(two.snapshot().index) == 1
 

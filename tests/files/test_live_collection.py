@@ -57,17 +57,17 @@ class Model:
         if not self.fresh and self.new:
             self.add(self.new)
             self.new = []
-        found = []
+        result = []
         for step in range(num_steps):
             self._deal()
             for env, playing in enumerate(self.envs):
                 if playing is not None:
-                    found.append((step, env, *playing))
+                    result.append((step, env, *playing))
                     playing[1] += 1
                     if playing[1] == self.lengths[playing[0]]:
                         self.envs[env] = None
             self._deal()
-        return found
+        return result
 
 
 @settings(max_examples=25, deadline=None)
@@ -111,17 +111,17 @@ def test_every_frame_is_played_once_in_a_pass_beside_writers(tmp_path, reading, 
         "prefetch": lambda: dataset.prefetch(3),
         "loader": lambda: rollout_data.loader(dataset, num_workers=2),
     }
-    found, first_seen, count = [], {}, 16
+    actual, first_seen, count = [], {}, 16
     for number, batch in enumerate(batches.get(reading, lambda: dataset)()):
-        found += [(trajectory, frame) for _, _, trajectory, frame in frames_of(batch)]
-        for trajectory, _ in found:
+        actual += [(trajectory, frame) for _, _, trajectory, frame in frames_of(batch)]
+        for trajectory, _ in actual:
             first_seen.setdefault(trajectory, number)
         if number < 6:
             record(tmp_path, [1 + number % 3, 3], first_number=count)
             count += 2
     lengths = [3, 4, 5, 2] * 4 + [length for number in range(6) for length in (1 + number % 3, 3)]
-    assert sorted(found) == [
-        (one, frame) for one, length in enumerate(lengths) for frame in range(length)
+    assert sorted(actual) == [
+        (item, frame) for item, length in enumerate(lengths) for frame in range(length)
     ]
     before_the_rest = sum(
         first_seen[new] < max(first_seen[old] for old in range(16)) for new in range(16, count)
@@ -147,11 +147,11 @@ def test_folders_are_scanned_within_a_pass_after_refresh_s(tmp_path):
 def test_keep_latest_applies_to_new_trajectories_within_the_pass(tmp_path):
     record(tmp_path, [2] * 6)
     dataset = opened(tmp_path, 1, keep_latest_n_trajs=4)
-    found = [int(dataset.get_batch(2).observation[0, 0, 0])]
+    actual = [int(dataset.get_batch(2).observation[0, 0, 0])]
     record(tmp_path, [2, 2, 2], first_number=6)
-    found += [int(batch.observation[0, 0, 0]) for batch in iter_rest(dataset, 2)]
+    actual += [int(batch.observation[0, 0, 0]) for batch in iter_rest(dataset, 2)]
     # 3 was assigned already; 4 is not among the newest four any more
-    assert found == [2, 3, 6, 7, 8, 5]
+    assert actual == [2, 3, 6, 7, 8, 5]
 
 
 def iter_rest(dataset, num_steps):
@@ -176,11 +176,11 @@ def test_trajectories_in_progress_are_waited_for(tmp_path):
             if step == 5:
                 writer.flush()
                 dataset = opened(tmp_path, 1)
-                found = dataset.get_batch(2).observation.flatten().tolist()
-    found += [
+                actual = dataset.get_batch(2).observation.flatten().tolist()
+    actual += [
         frame for batch in iter_rest(dataset, 1) for frame in batch.observation.flatten().tolist()
     ]
-    assert found == [float(step) for step in range(9)]
+    assert actual == [float(step) for step in range(9)]
 
 
 def test_a_state_requires_the_same_use_of_refresh_s(tmp_path):
@@ -318,18 +318,18 @@ def test_a_late_listing_delays_new_blocks_and_keeps_known_blocks(tmp_path):
     with shown_late(tmp_path):
         record(tmp_path, [3, 3], first_number=6)
         dataset = opened(tmp_path, 2, num_transitions_per_env=3)
-        found = frames_of(dataset.get_batch(3))
+        actual = frames_of(dataset.get_batch(3))
     with clock_ahead(5):
-        found += frames_of(dataset.get_batch(3))
+        actual += frames_of(dataset.get_batch(3))
     old = set(tmp_path.glob("*.h5"))
     with shown_late(tmp_path), clock_ahead(10):
         record(tmp_path, [3, 3], first_number=8)
-        found += frames_of(dataset.get_batch(3))
+        actual += frames_of(dataset.get_batch(3))
     assert len(set(tmp_path.glob("*.h5")) - old) == 1
     with clock_ahead(15):
         for batch in iter_rest(dataset, 3):
-            found += frames_of(batch)
-    assert sorted(one[2:] for one in found) == [
+            actual += frames_of(batch)
+    assert sorted(item[2:] for item in actual) == [
         (number, frame) for number in range(10) for frame in range(3)
     ]
     assert (
@@ -344,15 +344,15 @@ def test_blocks_missing_from_a_late_listing_do_not_change(tmp_path):
         early = list(entries)
     record(tmp_path, [3] * 4, first_number=4)
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)
-    found = frames_of(dataset.get_batch(3))
+    actual = frames_of(dataset.get_batch(3))
     # From before the second block.
     with (
         instead_of("scandir", lambda call, path: Listing(early)),
         clock_ahead(5),
     ):
         for batch in iter_rest(dataset, 3):
-            found += frames_of(batch)
-    assert sorted(one[2:] for one in found) == [
+            actual += frames_of(batch)
+    assert sorted(item[2:] for item in actual) == [
         (number, frame) for number in range(8) for frame in range(3)
     ]
     assert not dataset.problems and dataset.source.num_vanished_blocks == 0
@@ -362,7 +362,7 @@ def test_blocks_missing_from_a_late_listing_do_not_change(tmp_path):
 def test_a_block_that_is_listed_before_its_bytes_is_read_later(tmp_path, num_shown):
     record(tmp_path, [3] * 4)
     dataset = opened(tmp_path, 2, dataset_loops=2, num_transitions_per_env=3)
-    found = frames_of(dataset.get_batch(3))
+    actual = frames_of(dataset.get_batch(3))
     before = set(tmp_path.glob("*.h5"))
     record(tmp_path, [3] * 2, first_number=4)
     (path,) = set(tmp_path.glob("*.h5")) - before
@@ -370,12 +370,12 @@ def test_a_block_that_is_listed_before_its_bytes_is_read_later(tmp_path, num_sho
     assert len(data) > num_shown
     os.truncate(path, num_shown)  # as shown by a file system that knows the name before the size
     with clock_ahead(5), pytest.warns(UserWarning, match=path.name):
-        found += frames_of(dataset.get_batch(3))
+        actual += frames_of(dataset.get_batch(3))
     path.write_bytes(data)
     with clock_ahead(10):
         for batch in iter_rest(dataset, 3):
-            found += frames_of(batch)
-    frames = [one[2:] for one in found]
+            actual += frames_of(batch)
+    frames = [item[2:] for item in actual]
     assert {frame for frame in frames if frames.count(frame) == 2} >= {
         (number, 2) for number in range(4)
     }
@@ -386,17 +386,17 @@ def test_a_block_that_is_listed_before_its_bytes_is_read_later(tmp_path, num_sho
 def test_blocks_of_a_collector_whose_clock_jumps_back_are_read(tmp_path):
     record(tmp_path, [3] * 6, writer_name="a")
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)
-    found = [frames_of(dataset.get_batch(3))]
+    actual = [frames_of(dataset.get_batch(3))]
     an_hour_ago = time.time_ns() - 3600 * 10**9
     with mock.patch.object(time, "time_ns", lambda: an_hour_ago):
         record(tmp_path, [3, 3], first_number=6, writer_name="b")
         # The times of one writer never decrease.
         record(tmp_path, [3, 3], first_number=8, writer_name="a")
-    found += [frames_of(batch) for batch in iter_rest(dataset, 3)]
-    assert {number for *_, number, _ in found[2]} == {6, 7} and {
-        number for *_, number, _ in found[3]
+    actual += [frames_of(batch) for batch in iter_rest(dataset, 3)]
+    assert {number for *_, number, _ in actual[2]} == {6, 7} and {
+        number for *_, number, _ in actual[3]
     } == {8, 9}
-    frames = sorted((number, frame) for batch in found for *_, number, frame in batch)
+    frames = sorted((number, frame) for batch in actual for *_, number, frame in batch)
     assert frames == [(number, frame) for number in range(10) for frame in range(3)]
 
 
@@ -406,7 +406,7 @@ def test_a_block_that_vanishes_after_the_scan_loses_only_its_trajectories(
     for number in range(4):
         record(tmp_path, [3], first_number=number)
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)
-    found = frames_of(dataset.get_batch(3))
+    actual = frames_of(dataset.get_batch(3))
     before = set(tmp_path.glob("*.h5"))
     record(tmp_path, [3], first_number=4)
     (new,) = set(tmp_path.glob("*.h5")) - before
@@ -418,9 +418,9 @@ def test_a_block_that_vanishes_after_the_scan_loses_only_its_trajectories(
 
     with watching(vanish):
         for batch in iter_rest(dataset, 3):
-            found += frames_of(batch)
+            actual += frames_of(batch)
     assert not new.exists()
-    assert sorted({number for *_, number, _ in found}) == [0, 1, 2, 3, 5]
+    assert sorted({number for *_, number, _ in actual}) == [0, 1, 2, 3, 5]
 
 
 def test_a_paused_learner_keeps_only_the_files_of_its_last_scan(tmp_path):

@@ -229,9 +229,9 @@ def test_missing_blocks_that_are_read_file_by_file_are_skipped(tmp_path, without
         except StopIteration:
             break
         rest += [tuple(map(int, value[:2])) for value in batch.observation[batch.valid]]
-    one = [(0, 0), (0, 1), (0, 2), (0, 3)]
+    item = [(0, 0), (0, 1), (0, 2), (0, 3)]
     last = [(3, 0), (3, 1), (3, 2), (3, 3)]
-    assert rest == [*one[2:], *last, *one, *last]
+    assert rest == [*item[2:], *last, *item, *last]
     assert dataset.source.num_vanished_blocks == 2
     assert [type(problem).__name__ for problem in dataset.problems] == ["LostBlockError"] * 2
 

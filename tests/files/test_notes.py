@@ -50,16 +50,16 @@ def step(writer, t, num_envs=2, done=None, **more):
 
 def said_in(folder: Path) -> dict[tuple[str, int], dict]:
     """Return the notes of each trajectory of a reader, by its env and its number within the env."""
-    (notes, store), found = notes_of(folder), {}
+    (notes, store), actual = notes_of(folder), {}
     index = store.index
     for number in np.lexsort((index.number, index.env)).tolist():
         env = int(index.env[number])
-        found[env, sum(key[0] == env for key in found)] = notes.of(store, number)
+        actual[env, sum(key[0] == env for key in actual)] = notes.of(store, number)
     columns = {name: notes.column(store, name) for name in ("task", "seed", "success")}
     for number in range(len(index)):
         for name, column in columns.items():
             assert column[number] == notes.of(store, number).get(name)
-    return found
+    return actual
 
 
 def record(folder: Path, num_steps: int, lengths=(3, 5), block_bytes=1 << 20, **options) -> dict:
@@ -207,7 +207,7 @@ def test_batches_of_other_formats_have_the_number_of_the_task():
 def test_an_episode_of_a_recording_has_its_notes_and_texts(tmp_path):
     expected = record(tmp_path, 15, block_bytes=500)
     for episode in rollout_data.open(tmp_path):
-        notes = next(one for one in expected.values() if one["seed"] == episode.metadata["seed"])
+        notes = next(item for item in expected.values() if item["seed"] == episode.metadata["seed"])
         assert (episode.task, episode.success) == (notes["task"], notes.get("success"))
         assert episode["mode"] == ["slow"] * len(episode) and "mode" not in episode.schema
         first = int(episode.observation[0, 0])
@@ -309,7 +309,7 @@ def test_every_json_value_is_read_back(tmp_path_factory, said):
 
 
 def test_notes_may_have_numpy_and_torch_values(tmp_path):
-    said = {
+    message = {
         "seed": np.int64(3),
         "goal": np.arange(2.0),
         "pose": torch.ones(1, 2),
@@ -317,7 +317,7 @@ def test_notes_may_have_numpy_and_torch_values(tmp_path):
         "task": None,
     }
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        step(writer, 0, num_envs=1, episode=said)
+        step(writer, 0, num_envs=1, episode=message)
     expected = {"seed": 3, "goal": [0.0, 1.0], "pose": [[1.0, 1.0]], "success": True, "task": None}
     assert said_in(tmp_path) == {(0, 0): expected}
 

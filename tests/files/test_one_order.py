@@ -89,9 +89,9 @@ def test_the_batches_of_all_ranks_are_one_stream(
         for total in (1, 2, 3, 4)
     }
     while True:
-        found = {total: next_of_all(ranks, num_steps) for total, ranks in runs.items()}
-        assert all(batch == found[1] for batch in found.values())
-        if found[1] is None:
+        actual = {total: next_of_all(ranks, num_steps) for total, ranks in runs.items()}
+        assert all(batch == actual[1] for batch in actual.values())
+        if actual[1] is None:
             break
     dropped = {
         total: sum(rank.num_dropped_frames for rank in ranks) for total, ranks in runs.items()
@@ -249,12 +249,12 @@ def test_a_new_iteration_of_a_loader_ends_the_older_iteration(tmp_path):
     older, another = iter(batches), iter(batches)
     next(older), next(another)
     newer = iter(batches)
-    found = [next(newer).observation.tolist()]
+    actual = [next(newer).observation.tolist()]
     another.close()
-    found += [next(newer).observation.tolist()]
+    actual += [next(newer).observation.tolist()]
     with pytest.raises(UsageError, match="newer"):
         next(older)
-    assert found + [batch.observation.tolist() for batch in newer] == expected
+    assert actual + [batch.observation.tolist() for batch in newer] == expected
 
 
 # torch reports a killed worker by a signal at any time, sometimes within this call.
@@ -372,8 +372,8 @@ def test_processes_exchange_only_new_blocks():
         blocks = [block for block in blocks if chance.random() < 0.9]
         fragments = np.zeros(1000, FRAGMENT_DTYPE)
         blocks += [
-            Block(Path(f"{number}_{one}.h5"), "w", one, fragments, {}, 9, number)
-            for one in range(2)
+            Block(Path(f"{number}_{item}.h5"), "w", item, fragments, {}, 9, number)
+            for item in range(2)
         ]
         chance.shuffle(blocks) if number % 20 == 0 else None
         listing = (

@@ -126,7 +126,7 @@ def test_an_episode_larger_than_a_part_is_described_like_a_small_one(tmp_path: P
         writer.add_rollout(observation=observation, action=values, done=done)
     curves = describe_episode(tmp_path / "walk", "0")["curves"]
     by_field = {
-        name: [one for one in curves if one["name"].startswith(f"observation/{name}")]
+        name: [item for item in curves if item["name"].startswith(f"observation/{name}")]
         for name in observation
     }
     assert len(by_field["narrow"]) == 2 and len(by_field["wide"]) > 2

@@ -267,8 +267,8 @@ def test_every_way_of_reading_returns_the_same_batches(tmp_path, request, varian
         request.getfixturevalue(variant)
     dataset = opened(tmp_path, 3, cache="ram" if variant == "ram" else "none", **arguments)
     for batch, other in zip(expected, drain(dataset, 6), strict=True):
-        for one, two in zip(batch, other, strict=True):
-            assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+        for item, two in zip(batch, other, strict=True):
+            assert torch.equal(item, two) if isinstance(item, torch.Tensor) else item == two
 
 
 def test_a_dataset_larger_than_memory_is_not_cached(tmp_path, little_memory):

@@ -36,24 +36,24 @@ def test_task_success_and_seed_are_stored_with_their_episode(tmp_path, mode):
     options = {"show_progress": False, "success_key": "solved", "durable": False}
     record_demonstrations(env, policy, tmp_path, min_trajectories=9, seed=7, **options)
     notes, store = notes_of(tmp_path)
-    found = [
+    actual = [
         (notes.of(store, number), trajectory)
         for number, trajectory in enumerate(trajectories_of_index(store, tmp_path))
     ]
-    assert len(found) >= 9
-    for said, one in found:
-        number, episode, _ = one.column("observation")[0].astype(int).tolist()
+    assert len(actual) >= 9
+    for message, item in actual:
+        number, episode, _ = item.column("observation")[0].astype(int).tolist()
         expected = {"task": f"{number} {episode}"} | ({"seed": 7} if episode == 0 else {})
-        if end_of(one) != "open":
+        if end_of(item) != "open":
             expected |= {"success": episode % 3 == 1}
-        assert said == expected
+        assert message == expected
 
 
 def trajectories_of_index(store, folder):
-    found = {
+    actual = {
         (trajectory.writer, trajectory.number): trajectory for trajectory in trajectories_of(folder)
     }
-    return [found[key] for key in store.index.keys(np.arange(len(store.index)))]
+    return [actual[key] for key in store.index.keys(np.arange(len(store.index)))]
 
 
 def test_a_task_of_all_envs_and_a_task_from_step_are_stored(tmp_path):

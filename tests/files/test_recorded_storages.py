@@ -102,20 +102,20 @@ NUMBERS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nested_observations_of_policy_and_critic_are_recorded(tmp_path, kind):
-    found = record(tmp_path, filled(kind))
-    assert [one.env for one in found] == [env for env, _ in CUTS]
-    for one, (env, steps) in zip(found, CUTS, strict=True):
+    actual = record(tmp_path, filled(kind))
+    assert [item.env for item in actual] == [env for env, _ in CUTS]
+    for item, (env, steps) in zip(actual, CUTS, strict=True):
         for name, number in NUMBERS.items():
-            column = torch.as_tensor(one.column(name)).reshape(len(steps), -1)
+            column = torch.as_tensor(item.column(name)).reshape(len(steps), -1)
             expected = torch.tensor([60 * number + 10 * step + env for step in steps]).to(
                 column.dtype
             )
             assert torch.equal(column, expected.unsqueeze(-1).expand_as(column)), name
         assert (
-            one.column("observation/camera/rgb").dtype == "uint8"
-            and one.column("observation/state").ndim == 2
+            item.column("observation/camera/rgb").dtype == "uint8"
+            and item.column("observation/state").ndim == 2
         )
-        assert one.column("action").tolist() == [env + step for step in steps]
+        assert item.column("action").tolist() == [env + step for step in steps]
 
 
 @pytest.mark.parametrize("form", ["of all steps", "of the ends"])
@@ -127,18 +127,18 @@ def test_nested_final_observations_are_recorded(tmp_path, form):
             ("final_privileged_observation", privileged),
         )
     }
-    found = record(tmp_path, filled(RolloutStorage), **finals)
-    assert [trajectory.finals is not None for trajectory in found] == [
+    actual = record(tmp_path, filled(RolloutStorage), **finals)
+    assert [trajectory.finals is not None for trajectory in actual] == [
         True,
         True,
         False,
         False,
         False,
     ]
-    for one, step in zip(found[:2], (1, 2), strict=True):
-        assert one.finals.keys() == NUMBERS.keys()
+    for item, step in zip(actual[:2], (1, 2), strict=True):
+        assert item.finals.keys() == NUMBERS.keys()
         for name, number in NUMBERS.items():
-            assert (one.finals[name] == 60 * number + 10 * step + one.env + 5).all(), name
+            assert (item.finals[name] == 60 * number + 10 * step + item.env + 5).all(), name
 
 
 def nested_stack(trees, is_of_ends):
@@ -150,7 +150,7 @@ def nested_stack(trees, is_of_ends):
 @pytest.mark.parametrize("num_steps", [3, 5, 8, 9])
 def test_a_queue_with_nested_observations_is_recorded_in_the_order_of_time(tmp_path, num_steps):
     (*_, newest) = [
-        one for one in record(tmp_path, filled(QueueRolloutStorage, num_steps)) if one.env == 2
+        item for item in record(tmp_path, filled(QueueRolloutStorage, num_steps)) if item.env == 2
     ]
     held = range(max(0, num_steps - STEPS), num_steps)
     assert newest.column("observation/state")[:, 0].tolist() == [10 * step + 2 for step in held]
@@ -161,8 +161,8 @@ def test_a_queue_with_nested_observations_is_recorded_in_the_order_of_time(tmp_p
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_policy_outputs_are_recorded_with_their_declared_shapes_and_dtypes(tmp_path, kind):
-    found = record(tmp_path, filled(kind, policy_outputs=OUTPUTS), include=("values",))
-    for trajectory, (env, steps) in zip(found, CUTS, strict=True):
+    actual = record(tmp_path, filled(kind, policy_outputs=OUTPUTS), include=("values",))
+    for trajectory, (env, steps) in zip(actual, CUTS, strict=True):
         assert not {"mu", "sigma"} & set(trajectory.fields) and "values" in trajectory.fields
         logits, option = (
             trajectory.column("policy_outputs/logits"),
@@ -182,9 +182,9 @@ def test_policy_outputs_are_streamed_as_extras(tmp_path):
 
 
 def test_include_of_means_needs_a_gaussian_storage(tmp_path):
-    found = record(tmp_path / "mean", filled(RolloutStorage), include=("mu",))
-    assert "mu" in found[0].fields and not any(
-        name.startswith("policy_outputs") for name in found[0].fields
+    actual = record(tmp_path / "mean", filled(RolloutStorage), include=("mu",))
+    assert "mu" in actual[0].fields and not any(
+        name.startswith("policy_outputs") for name in actual[0].fields
     )
     without = filled(RolloutStorage, policy_outputs=OUTPUTS)
     with pytest.raises(UsageError, match="include has 'mu', which is not a field of the storage"):

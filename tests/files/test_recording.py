@@ -78,9 +78,9 @@ NAMES = {
 
 
 def check_counting(folder, form="array"):
-    found = trajectories_of(folder)
+    actual = trajectories_of(folder)
     name, count = NAMES[form]
-    for trajectory in found:
+    for trajectory in actual:
         state = trajectory.column(name)
         episode = int(state[0, 1])
         assert (state[:, 0] == trajectory.env).all() and (state[:, 1] == episode).all()
@@ -91,7 +91,7 @@ def check_counting(folder, form="array"):
             assert end_of(trajectory) == ("terminated" if episode % 2 == 0 else "truncated")
             assert trajectory.finals[name].tolist() == [trajectory.env, episode, trajectory.length]
             assert count is None or trajectory.finals[count] == trajectory.length
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("form", ["array", "dict", "tuple"])
@@ -100,11 +100,11 @@ def test_every_autoreset_mode_records_the_same_true_episodes(tmp_path, mode, for
     summary = record_demonstrations(
         make_envs(mode, form=form), zeros, tmp_path, min_trajectories=12, show_progress=False
     )
-    found = check_counting(tmp_path, form)
-    assert summary.num_trajectories == len(found) >= 12
-    assert summary.num_frames == sum(one.length for one in found)
+    actual = check_counting(tmp_path, form)
+    assert summary.num_trajectories == len(actual) >= 12
+    assert summary.num_frames == sum(item.length for item in actual)
     for env in range(3):
-        episodes = [one for one in found if one.env == env]
+        episodes = [item for item in actual if item.env == env]
         assert [int(episode.column(NAMES[form][0])[0, 1]) for episode in episodes] == list(
             range(len(episodes))
         )
@@ -219,10 +219,10 @@ def test_a_torch_module_receives_tensors_of_its_dtype(tmp_path):
     record_demonstrations(
         make_envs("NextStep"), policy, tmp_path, min_timesteps=9, show_progress=False
     )
-    one = trajectories_of(tmp_path)[0]
+    item = trajectories_of(tmp_path)[0]
     with torch.no_grad():
-        expected = policy.net(torch.from_numpy(one.column("observation"))).numpy()
-    np.testing.assert_allclose(one.column("action"), expected, rtol=1e-5)
+        expected = policy.net(torch.from_numpy(item.column("observation"))).numpy()
+    np.testing.assert_allclose(item.column("action"), expected, rtol=1e-5)
     assert json.loads((tmp_path / "metadata.json").read_text())["policy"] == "Policy"
 
 
@@ -284,9 +284,9 @@ def test_the_batched_tensor_convention_is_recorded(tmp_path, has_privileged):
         min_trajectories=15,
         show_progress=False,
     )
-    found = trajectories_of(tmp_path)
-    assert len(found) == summary.num_trajectories
-    for trajectory in found:
+    actual = trajectories_of(tmp_path)
+    assert len(actual) == summary.num_trajectories
+    for trajectory in actual:
         state = trajectory.column("observation")
         assert state[:, 2].tolist() == list(range(trajectory.length))
         assert (trajectory.column("action") == np.float32(0.9)).all(), (
@@ -387,9 +387,9 @@ def test_min_timesteps_counts_no_unfinished_trajectories(tmp_path):
         keep_unfinished=False,
         show_progress=False,
     )
-    found = check_counting(tmp_path)
-    assert all(end_of(one) != "open" for one in found)
-    assert sum(one.length for one in found) == summary.num_frames >= 100
+    actual = check_counting(tmp_path)
+    assert all(end_of(item) != "open" for item in actual)
+    assert sum(item.length for item in actual) == summary.num_frames >= 100
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -407,8 +407,8 @@ def test_success_only_keeps_the_episodes_with_success_in_infos(tmp_path, mode):
         "block_bytes": 200,
     }
     record_demonstrations(envs, zeros, tmp_path, **options)
-    found = check_counting(tmp_path)
-    assert len(found) >= 6 and {end_of(one) for one in found} == {"terminated"}
+    actual = check_counting(tmp_path)
+    assert len(actual) >= 6 and {end_of(item) for item in actual} == {"terminated"}
     assert json.loads((tmp_path / "metadata.json").read_text())["success_traj_only"] is True
 
 
@@ -504,15 +504,15 @@ def test_a_single_environment_is_recorded_as_a_batch_of_one(tmp_path, form):
     summary = record_demonstrations(
         env, lambda observation: 3, tmp_path, min_trajectories=7, seed=5, show_progress=False
     )
-    found = check_counting(tmp_path, form)
-    assert summary.num_trajectories == len(found) == 7 and env.seeds == [5] + [None] * 7
-    assert [int(trajectory.column(NAMES[form][0])[0, 1]) for trajectory in found] == list(
+    actual = check_counting(tmp_path, form)
+    assert summary.num_trajectories == len(actual) == 7 and env.seeds == [5] + [None] * 7
+    assert [int(trajectory.column(NAMES[form][0])[0, 1]) for trajectory in actual] == list(
         range(7)
     ), "each from its first frame on"
-    for one in found:
+    for item in actual:
         assert (
-            one.column("action").tolist() == [3] * one.length
-            and one.column("action").dtype == np.int64
+            item.column("action").tolist() == [3] * item.length
+            and item.column("action").dtype == np.int64
         )
 
 
@@ -535,9 +535,11 @@ def test_the_wrapper_of_a_single_environment_returns_its_values_unchanged(tmp_pa
     assert {end_of(trajectory) for trajectory in check_counting(tmp_path / "a")} == {"terminated"}
     with RecordingWrapper(Single(), tmp_path / "b") as wrapper:
         play(wrapper)
-    found = check_counting(tmp_path / "b")
-    assert sum(one.length for one in found) == 20
-    assert [end_of(one) for one in found].count("open") == 2, "the one that was cut, and the last"
+    actual = check_counting(tmp_path / "b")
+    assert sum(entry.length for entry in actual) == 20
+    assert [end_of(entry) for entry in actual].count("open") == 2, (
+        "the one that was cut, and the last"
+    )
 
 
 def test_real_single_environments_are_recorded(tmp_path):

@@ -43,11 +43,11 @@ def records(draw):
     """Draw steps that mostly repeat one form, with changes of form and names, and with errors."""
     flags = draw(st.sampled_from([("done",), ("done", "timeout"), ("terminated", "truncated"), ()]))
     nested, with_final = draw(st.booleans()), draw(st.booleans())
-    found = []
+    result = []
     for t in range(draw(st.integers(2, 8))):
         dress = DRESSES[draw(st.sampled_from(["tensor"] * 3 + sorted(DRESSES)))]
         row = np.arange(N * 2, dtype=np.float32).reshape(N, 2) + 10 * t
-        one = {
+        item = {
             "observation": {"a": dress(row), "b": torch.from_numpy(row[:, 0].copy())}
             if nested
             else dress(row),
@@ -58,40 +58,40 @@ def records(draw):
         }
         for name in flags:
             bits = np.array(draw(st.lists(st.booleans(), min_size=N, max_size=N)))
-            one[name] = draw(
+            item[name] = draw(
                 st.sampled_from([lambda x: x, torch.from_numpy, lambda x: x[:, None]])
             )(bits)
         if with_final:
-            one["final_observation"] = (
+            item["final_observation"] = (
                 {"a": row + 0.5, "b": row[:, 0] + 0.5} if nested else row + 0.5
             )
         if draw(st.booleans()):
-            one["policy_version"] = draw(st.sampled_from([t, np.int64(t), 2**70]))
+            item["policy_version"] = draw(st.sampled_from([t, np.int64(t), 2**70]))
         mistake = draw(
             st.sampled_from([None] * 12 + ["shape", "dtype", "missing", "extra", "mask"])
         )
         if mistake == "shape":
-            one["action"] = np.zeros((N, 2), np.float32)
+            item["action"] = np.zeros((N, 2), np.float32)
         elif mistake == "dtype":
-            one["action"] = np.zeros((N, 1), np.float64)
+            item["action"] = np.zeros((N, 1), np.float64)
         elif mistake == "missing":
-            del one["reward"]
+            del item["reward"]
         elif mistake == "extra":
-            one["extra"] = row
+            item["extra"] = row
         elif mistake == "mask":
-            one["env_mask"] = np.array([True, False, True])
-        found.append(one)
-    return found
+            item["env_mask"] = np.array([True, False, True])
+        result.append(item)
+    return result
 
 
 def recorded(folder, steps, with_changing_forms):
     """Record steps. To vary the form, add a mask of all envs, of one dtype and then of another."""
     errors = []
     with RolloutWriter(folder, N, writer_name="w") as writer:
-        for t, one in enumerate(steps):
+        for t, item in enumerate(steps):
             mask = {"env_mask": np.ones(N, (bool, "u1")[t % 2])} if with_changing_forms else {}
             try:
-                writer.add(**{**mask, **one})
+                writer.add(**{**mask, **item})
                 errors.append(None)
             except RolloutDataError as error:
                 errors.append(f"{type(error).__name__}: {error}")

@@ -61,13 +61,13 @@ def test_resume_at_any_point_equals_never_having_stopped(
             cache=cache,
         )
 
-    one = opened()
+    item = opened()
     for num_steps in calls:
         try:
-            one.get_batch(num_steps)
+            item.get_batch(num_steps)
         except StopIteration:
             break
-    state = json.loads(json.dumps(one.state_dict()))
+    state = json.loads(json.dumps(item.state_dict()))
     other = opened()
     if grows:
         # Data that were added after the state was saved must not change the current pass.
@@ -78,7 +78,7 @@ def test_resume_at_any_point_equals_never_having_stopped(
     delivered = 0
     for _ in range(6):
         try:
-            expected = one.get_batch(after)
+            expected = item.get_batch(after)
         except StopIteration:
             with pytest.raises(StopIteration):
                 other.get_batch(after)
@@ -183,15 +183,15 @@ def test_every_epoch_has_its_own_order_and_set_epoch_reaches_living_workers(
         dataset = opened()
         dataset.set_epoch(epoch)
         expected.append(order(dataset))
-    assert len({tuple(one) for one in expected}) == 5
+    assert len({tuple(item) for item in expected}) == 5
     dataset = opened()
     options = {"num_workers": num_workers, "persistent_workers": persistent and num_workers > 0}
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, **options)
-    found = []
+    result = []
     for _ in range(2):
         torch.manual_seed(0)  # the loader draws its own seed from this
-        found.append(order(loader))
-    assert found == expected[:2]
+        result.append(order(loader))
+    assert result == expected[:2]
     dataset.set_epoch(3)
     assert [order(loader) for _ in range(2)] == expected[3:]
     dataset.set_epoch(0)
@@ -359,7 +359,7 @@ def test_a_state_has_the_number_of_the_next_epoch(tmp_path):
 
     dataset = opened()
     epochs = [order(dataset) for _ in range(4)]
-    for choose, expected in ((lambda one: None, 1), (lambda one: one.set_epoch(3), 3)):
+    for choose, expected in ((lambda item: None, 1), (lambda item: item.set_epoch(3), 3)):
         first, second = opened(), opened()
         assert order(first) == epochs[0]
         choose(first)

@@ -143,7 +143,7 @@ def test_a_trajectory_in_progress_is_kept_whole(tmp_path):
             action=np.zeros((2, 1), np.float32),
             done=[True, True],
         )
-    lengths = [len(one["observation"]) for one in map(RolloutDatasetOf(tmp_path), range(2))]
+    lengths = [len(item["observation"]) for item in map(RolloutDatasetOf(tmp_path), range(2))]
     assert lengths == [81, 81]
 
 

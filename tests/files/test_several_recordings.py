@@ -129,8 +129,8 @@ def test_abbreviated_flags_are_errors(name: str, walks: Path, capsys) -> None:
     arguments = command.arguments() if callable(command.arguments) else command.arguments
     for flag in (flag for flag in arguments if flag.startswith("--") and len(flag) > 4):
         for wrong in (flag[:-1], flag.replace("-", "", 1)[:-1] + "x", flag + "o"):
-            given = [name, walk, *([f"{wrong}=1"] if wrong.startswith("--") else [f"-{wrong}"])]
-            assert main(given) == 2
+            value = [name, walk, *([f"{wrong}=1"] if wrong.startswith("--") else [f"-{wrong}"])]
+            assert main(value) == 2
             out, error = capsys.readouterr()
             suggested = error.partition("did you mean ")[2].split("?")[0].strip("'")
             assert not out and suggested not in {"--undo", "--repair", "--in-place", "--set"}

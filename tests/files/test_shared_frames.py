@@ -66,14 +66,14 @@ def test_all_workers_read_one_copy_of_the_frames(tmp_path, context, plain):
     expected = [batch.observation for batch in RolloutDataset(tmp_path, 10, **options)]
     dataset = RolloutDataset(tmp_path, 10, cache="ram", **options)
     read = iter(batches_of(dataset, plain, num_workers=2, multiprocessing_context=context))
-    found = [next(read).observation for _ in range(4)]
+    actual = [next(read).observation for _ in range(4)]
     workers = multiprocessing.active_children()
     sizes = [shared_bytes(process.pid) for process in [*workers, multiprocessing.current_process()]]
     assert len(workers) == 2 and all(size > BYTES for size, _ in sizes[:2])
     assert sum(share for _, share in sizes) < 1.1 * BYTES
-    found += [batch.observation for batch in read]
-    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
-    del read, found
+    actual += [batch.observation for batch in read]
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    del read, actual
 
 
 def test_a_loader_shares_the_frames_that_a_dataset_has_in_memory(tmp_path):
@@ -86,10 +86,10 @@ def test_a_loader_shares_the_frames_that_a_dataset_has_in_memory(tmp_path):
     state = cached.state_dict()
     cached.load_state_dict(state)
     read = iter(rollout_data.loader(cached, num_workers=2))
-    found = [next(read).observation for _ in range(3)]
+    actual = [next(read).observation for _ in range(3)]
     processes = [*multiprocessing.active_children(), multiprocessing.current_process()]
     assert 0 < sum(shared_bytes(process.pid)[1] for process in processes) < 1.1 * BYTES
-    assert all(torch.equal(batch, direct.get_batch(5).observation) for batch in found)
+    assert all(torch.equal(batch, direct.get_batch(5).observation) for batch in actual)
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["DataLoader", "loader"])
@@ -97,10 +97,10 @@ def test_every_pass_has_the_frames_recorded_before_its_start(tmp_path, plain):
     record(tmp_path, [3] * 8)
     options = {"num_transitions_per_env": 3, "device": "cpu", "cache": "ram", "dataset_loops": 4}
     read = iter(batches_of(RolloutDataset(tmp_path, 4, **options), plain, num_workers=2))
-    found = [next(read)]
+    actual = [next(read)]
     record(tmp_path, [3] * 4, first_number=8)
-    found += list(read)
-    numbers = torch.cat([batch.observation[0, :, 0] for batch in found]).tolist()
+    actual += list(read)
+    numbers = torch.cat([batch.observation[0, :, 0] for batch in actual]).tolist()
     known, new = list(range(8)), list(range(12))
     if plain:  # workers have read ahead, except in the last pass
         assert numbers[:8] == known and numbers[-12:] == new
@@ -165,11 +165,13 @@ def test_a_killed_process_leaves_no_shared_memory(tmp_path, short_folder, victim
         while any(map(is_alive, workers)) and time.monotonic() < end_s:
             time.sleep(0.05)
         assert not any(map(is_alive, workers))
-    found = set(os.listdir("/dev/shm")) - before
+    actual = set(os.listdir("/dev/shm")) - before
     others = {
-        name for name in found if (one := re.match(r"torch_(\d+)_", name)) and is_alive(int(one[1]))
+        name
+        for name in actual
+        if (item := re.match(r"torch_(\d+)_", name)) and is_alive(int(item[1]))
     }
-    left = [*temporary.rglob("*"), *map(Path("/dev/shm").joinpath, found - others)]
+    left = [*temporary.rglob("*"), *map(Path("/dev/shm").joinpath, actual - others)]
     assert not [path for path in left if "rollout" in path.name]
     # Python leaves the sockets through which its processes send descriptors. torch leaves a folder
     # with a template.

@@ -94,15 +94,15 @@ def test_shared_memory_exists_until_its_last_process_ends(tmp_path):
     process = context.Process(target=keep)
     process.start()
     spot = here.recv()
-    found, _ = shared_at(spot)
+    actual, _ = shared_at(spot)
     os.kill(process.pid, signal.SIGKILL)
     process.join(10)
     assert (
-        found["name"] == "walk"
-        and (found["frames"] == np.arange(1000)).all()
-        and not len(found["none"])
+        actual["name"] == "walk"
+        and (actual["frames"] == np.arange(1000)).all()
+        and not len(actual["none"])
     )
-    assert not found["frames"].flags.writeable
+    assert not actual["frames"].flags.writeable
     assert shared_at(spot) == (None, None)  # it is not opened again, and no file has its name
     assert set(os.listdir("/dev/shm")) <= before
 

@@ -78,34 +78,34 @@ def policy_of(env):
 def check(folder, name, has_all=True):
     """Compare the recording with the states of the fake, from the first episode on."""
     _, field, has_privileged, has_final, _ = FAKES[name]
-    found = trajectories_of(folder)
-    for one in found:
-        state = one.column(field)
+    actual = trajectories_of(folder)
+    for item in actual:
+        state = item.column(field)
         episode = int(state[0, 1])
-        assert state.tolist() == [[one.env, episode, t] for t in range(one.length)]
-        assert one.column("reward").reshape(-1).tolist() == list(range(1, one.length + 1))
-        assert one.column("action").tolist() == state[:, 1:].tolist()
+        assert state.tolist() == [[item.env, episode, t] for t in range(item.length)]
+        assert item.column("reward").reshape(-1).tolist() == list(range(1, item.length + 1))
+        assert item.column("action").tolist() == state[:, 1:].tolist()
         if has_privileged:
-            assert one.column("privileged_observation").tolist() == (state + 0.5).tolist()
-        if end_of(one) == "open":
+            assert item.column("privileged_observation").tolist() == (state + 0.5).tolist()
+        if end_of(item) == "open":
             continue
-        assert one.length == one.env + episode % 3 + 2
-        assert end_of(one) == ("truncated" if episode % 2 else "terminated")
-        assert (one.finals is not None) == has_final
+        assert item.length == item.env + episode % 3 + 2
+        assert end_of(item) == ("truncated" if episode % 2 else "terminated")
+        assert (item.finals is not None) == has_final
         if has_final:
-            assert one.finals[field].tolist() == [one.env, episode, one.length]
+            assert item.finals[field].tolist() == [item.env, episode, item.length]
         if has_final and has_privileged:
-            assert one.finals["privileged_observation"].tolist() == [
-                one.env + 0.5,
+            assert item.finals["privileged_observation"].tolist() == [
+                item.env + 0.5,
                 episode + 0.5,
-                one.length + 0.5,
+                item.length + 0.5,
             ]
     for env in range(N if has_all else 0):
         episodes = sorted(
-            int(trajectory.column(field)[0, 1]) for trajectory in found if trajectory.env == env
+            int(trajectory.column(field)[0, 1]) for trajectory in actual if trajectory.env == env
         )
         assert episodes == list(range(1, len(episodes) + 1)), "each episode once"
-    return found
+    return actual
 
 
 @ALL
@@ -204,9 +204,9 @@ def test_a_reset_in_mid_episode_leaves_an_open_trajectory(tmp_path):
         for number in range(9):
             wrapper.step(policy_of(env)(wrapper.reset() if number == 4 else env.memory.copy()))
     assert closed == ["env"]
-    found = check(tmp_path, "stable-baselines3", has_all=False)
-    assert sum(one.length for one in found) == 9 * N
-    assert [one.length for one in found if one.env == 2][:2] == [4, 5], (
+    actual = check(tmp_path, "stable-baselines3", has_all=False)
+    assert sum(item.length for item in actual) == 9 * N
+    assert [item.length for item in actual if item.env == 2][:2] == [4, 5], (
         "4 of 5 frames, then the next episode"
     )
 
@@ -245,8 +245,8 @@ def test_only_ends_without_final_observation_have_no_final_row(tmp_path, form):
             return rewards, done, done & False, done, last
 
         def infos(self, done, success, last):
-            found = super().infos(done, success, last)
-            return found | (
+            actual = super().infos(done, success, last)
+            return actual | (
                 {"_final_observation": self.given(done & (np.arange(N) != 1))} if done.any() else {}
             )
 
@@ -259,9 +259,9 @@ def test_only_ends_without_final_observation_have_no_final_row(tmp_path, form):
     record_demonstrations(
         env, policy_of(env), tmp_path, min_trajectories=6, success_only=True, show_progress=False
     )
-    found = check_frames(tmp_path)
-    assert len(found) == 6
-    for trajectory in found:
+    actual = check_frames(tmp_path)
+    assert len(actual) == 6
+    for trajectory in actual:
         assert trajectory.length == 3 and end_of(trajectory) == "terminated"
         assert (trajectory.finals is None) == (trajectory.env == 1)
         if trajectory.finals:
@@ -273,12 +273,12 @@ def test_only_ends_without_final_observation_have_no_final_row(tmp_path, form):
 
 def check_frames(folder):
     """Return the episodes that ended, after a check that all their frames exist."""
-    found = [trajectory for trajectory in trajectories_of(folder) if end_of(trajectory) != "open"]
-    for one in found:
-        state = one.column("observation")
-        assert state.tolist() == [[one.env, state[0, 1], t] for t in range(one.length)]
-        assert one.column("action").tolist() == state[:, 1:].tolist()
-    return found
+    actual = [trajectory for trajectory in trajectories_of(folder) if end_of(trajectory) != "open"]
+    for item in actual:
+        state = item.column("observation")
+        assert state.tolist() == [[item.env, state[0, 1], t] for t in range(item.length)]
+        assert item.column("action").tolist() == state[:, 1:].tolist()
+    return actual
 
 
 @pytest.mark.parametrize("name", ["maniskill", "gymnasium 0.29", "stable-baselines3"])
@@ -288,10 +288,10 @@ def test_success_is_read_from_every_form_of_infos(tmp_path, name):
     summary = record_demonstrations(
         env, policy_of(env), tmp_path / "a", success_only=True, **options
     )
-    found = check(tmp_path / "a", name, has_all=False)
-    assert len(found) == summary.num_trajectories >= 8
-    assert {int(trajectory.column("observation")[0, 1]) % 3 for trajectory in found} == {1}
-    assert {end_of(one) for one in found} == {"terminated", "truncated"}, (
+    actual = check(tmp_path / "a", name, has_all=False)
+    assert len(actual) == summary.num_trajectories >= 8
+    assert {int(trajectory.column("observation")[0, 1]) % 3 for trajectory in actual} == {1}
+    assert {end_of(item) for item in actual} == {"terminated", "truncated"}, (
         "a timeout is no success by itself"
     )
 
@@ -309,16 +309,16 @@ def test_keep_chooses_episodes_by_their_summary(tmp_path):
     record_demonstrations(
         env, policy_of(env), tmp_path, min_trajectories=5, keep=keep, show_progress=False
     )
-    for one in seen:
+    for item in seen:
         assert (
-            one.total_reward == one.length * (one.length + 1) / 2
-            and one.terminated != one.truncated
+            item.total_reward == item.length * (item.length + 1) / 2
+            and item.terminated != item.truncated
         )
-        assert one.success == one.success_once and isinstance(one.success, bool)
-    kept = [(one.env_id, one.length) for one in seen if is_good(one)]
-    found = check(tmp_path, "maniskill", has_all=False)
-    assert sorted((one.env, one.length) for one in found) == sorted(kept[: len(found)])
-    assert {end_of(one) for one in found} == {"terminated"}
+        assert item.success == item.success_once and isinstance(item.success, bool)
+    kept = [(item.env_id, item.length) for item in seen if is_good(item)]
+    actual = check(tmp_path, "maniskill", has_all=False)
+    assert sorted((item.env, item.length) for item in actual) == sorted(kept[: len(actual)])
+    assert {end_of(item) for item in actual} == {"terminated"}
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,6 @@ def test_on_error_skip_moves_no_other_trajectory(damaged):
         return [batch.is_first.nonzero().tolist() for batch in dataset]
 
     options = {"random_shuffle_traj_order": True, "on_error": "skip"}
-    found = starts(opened(damaged, **options))
+    actual = starts(opened(damaged, **options))
     flip(damaged)
-    assert starts(opened(damaged, **options)) == found
+    assert starts(opened(damaged, **options)) == actual

@@ -54,9 +54,9 @@ def test_steps_of_any_memory_layout_are_copied(tmp_path_factory, parts, seed, bl
                 writer.add({name: values[0] for name, values in fields.items()})
                 for name, values in fields.items():
                     expected[name].append(values.copy())
-    found = trajectories_of(folder)
-    assert len(found) == (N if any(count for count, _ in parts) else 0)
-    for trajectory in found:
+    actual = trajectories_of(folder)
+    assert len(actual) == (N if any(count for count, _ in parts) else 0)
+    for trajectory in actual:
         for name, copies in expected.items():
             np.testing.assert_array_equal(
                 trajectory.column(name), np.concatenate(copies)[:, trajectory.env]

@@ -106,7 +106,7 @@ def test_rank_0_decides_beside_live_writers(by_torch, way):
         number: {count for (n, _), count in counts.items() if n == number} for number, _ in counts
     }
     # A pass has all of a trajectory, or nothing of it.
-    assert all(len(found) == 1 for found in whole.values())
+    assert all(len(actual) == 1 for actual in whole.values())
 
 
 @needs("accelerate")
@@ -198,14 +198,14 @@ def test_a_stateful_data_loader_resumes_at_its_position(tmp_path, num_workers, l
 
 def test_batches_as_dicts_have_only_tensors(tmp_path):
     record(tmp_path, LENGTHS)
-    one = RolloutDataset(tmp_path, 4, device="cpu", num_transitions_per_env=2).get_batch(2)
+    item = RolloutDataset(tmp_path, 4, device="cpu", num_transitions_per_env=2).get_batch(2)
     dataset = RolloutDataset(tmp_path, 4, device="cpu", num_transitions_per_env=2, as_dict=True)
     batch = dataset.get_batch(2)
     assert all(isinstance(value, torch.Tensor) for value in batch.values())
     assert set(batch) == {
-        name for name, value in one._asdict().items() if isinstance(value, torch.Tensor)
+        name for name, value in item._asdict().items() if isinstance(value, torch.Tensor)
     }
-    assert all(torch.equal(value, getattr(one, name)) for name, value in batch.items())
+    assert all(torch.equal(value, getattr(item, name)) for name, value in batch.items())
     collated = torch.utils.data.default_collate([batch, dataset.get_batch(2)])
     assert collated["observation"].shape == (2, 2, 4, 3)
     observation, _, _, done, info = dataset.get_transition_batch()

@@ -64,8 +64,8 @@ def test_a_misspelt_field_is_an_error_of_mypy(tmp_path):
         "--no-error-summary",
     ]
     command = [sys.executable, "-m", "mypy", *options, str(path)]
-    found = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    actual = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     wrong = [number for number, line in enumerate(USER_CODE.splitlines(), 1) if "# wrong" in line]
     assert [
-        int(line.split(":")[1]) for line in found.stdout.splitlines() if "error:" in line
-    ] == wrong, found.stdout
+        int(line.split(":")[1]) for line in actual.stdout.splitlines() if "error:" in line
+    ] == wrong, actual.stdout

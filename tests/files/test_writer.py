@@ -99,16 +99,16 @@ def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
         writer.add_rollout(storage, include=("values", "actions_log_prob"), policy_version=3)
         with pytest.raises(UsageError, match="which is not a field of the storage"):
             writer.add_rollout(storage, include=("nothing",))
-    found = trajectories_of(tmp_path)
-    assert [(one.env, one.length, end_of(one)) for one in found] == [
+    actual = trajectories_of(tmp_path)
+    assert [(item.env, item.length, end_of(item)) for item in actual] == [
         (0, 2, "terminated"),
         (1, 3, "truncated"),
         (2, 4, "open"),
         (0, 2, "open"),
         (1, 1, "open"),
     ]
-    assert found[0].column("privileged_observation").tolist() == [[0.5] * 5, [1.5] * 5]
-    assert found[0].column("values").shape == (2, 2) and found[0].versions == [3, 3]
+    assert actual[0].column("privileged_observation").tolist() == [[0.5] * 5, [1.5] * 5]
+    assert actual[0].column("values").shape == (2, 2) and actual[0].versions == [3, 3]
 
 
 @pytest.mark.parametrize("num_steps", [3, 7, 8, 11, 16])
@@ -172,8 +172,8 @@ def test_arrays_of_any_memory_layout_are_accepted(tmp_path):
 def test_one_frame_of_one_env_is_recorded(tmp_path):
     with RolloutWriter(tmp_path, 1) as writer:
         writer.add(observation=torch.ones(1, 1), action=torch.ones(1), done=[True])
-    (one,) = trajectories_of(tmp_path)
-    assert (one.length, end_of(one)) == (1, "terminated")
+    (item,) = trajectories_of(tmp_path)
+    assert (item.length, end_of(item)) == (1, "terminated")
     assert (writer.num_frames, writer.num_trajectories) == (1, 1)
 
 
@@ -214,10 +214,10 @@ def test_flags_state_how_a_trajectory_ends(tmp_path, flags, ends):
                 }
             )
         )
-    found = trajectories_of(tmp_path)
-    masked = [one for one in found if one.length == 1]
-    assert [end_of(one) for one in found if one not in masked] == ends
-    assert all(end_of(one) == "open" for one in masked)
+    actual = trajectories_of(tmp_path)
+    masked = [item for item in actual if item.length == 1]
+    assert [end_of(item) for item in actual if item not in masked] == ends
+    assert all(end_of(item) == "open" for item in masked)
 
 
 def test_flat_observations_are_cut_into_segments(tmp_path):
@@ -230,13 +230,13 @@ def test_flat_observations_are_cut_into_segments(tmp_path):
         writer.add(**step(observation=flat))
         parts = {"a": torch.tensor([[[0.5, float("nan")]]]).repeat(N, 1, 1), "b": torch.ones(N, 2)}
         writer.add(**step(observation=parts, done=np.ones(N), final_observation=flat))
-    one = trajectories_of(tmp_path)[0]
-    assert list(one.fields)[:2] == ["observation/b", "observation/a"]
-    assert one.column("observation/b").tolist() == [[5, 6], [1, 1]]
+    item = trajectories_of(tmp_path)[0]
+    assert list(item.fields)[:2] == ["observation/b", "observation/a"]
+    assert item.column("observation/b").tolist() == [[5, 6], [1, 1]]
     np.testing.assert_allclose(
-        one.column("observation/a"), [[[0.25, 1]], [[0.5, 0]]], atol=0.5 / 255
+        item.column("observation/a"), [[[0.25, 1]], [[0.5, 0]]], atol=0.5 / 255
     )
-    assert one.finals["observation/b"].tolist() == [5, 6]
+    assert item.finals["observation/b"].tolist() == [5, 6]
     metadata = read_metadata(tmp_path)
     assert list(metadata["obs_segments"].items()) == [("b", [2]), ("a", [1, 2])]
 
@@ -248,8 +248,8 @@ def test_a_missing_privileged_final_repeats_the_last_frame_and_sets_flag_64(tmp_
         writer.add(
             **step(done=[1, 0, 1]), privileged_observation=privileged, final_observation=final
         )
-    one, _, other = trajectories_of(tmp_path)
-    assert one.flags & other.flags & FINAL_OBSERVATION_ONLY
+    item, _, other = trajectories_of(tmp_path)
+    assert item.flags & other.flags & FINAL_OBSERVATION_ONLY
     assert other.finals["observation"].tolist() == [9] * 4 and other.finals[
         "privileged_observation"
     ].tolist() == [2]
@@ -266,9 +266,9 @@ def test_discarded_trajectories_lose_their_published_parts_too(tmp_path):
         writer.discard([2])
         with pytest.raises(UsageError, match="ids must be in 0:3"):
             writer.discard([3])
-    found = trajectories_of(tmp_path)
+    actual = trajectories_of(tmp_path)
     assert [
-        (trajectory.env, trajectory.column("observation")[:, 0].tolist()) for trajectory in found
+        (trajectory.env, trajectory.column("observation")[:, 0].tolist()) for trajectory in actual
     ] == [
         (2, [0, 1, 2]),
         (0, [1, 2]),
@@ -284,20 +284,20 @@ def test_success_only_keeps_successful_trajectories_of_every_kind_of_end(tmp_pat
             # Needed where something ends
             success = {"success": [t == 1, t == 4, True]} if t in (1, 3, 4) else {}
             writer.add(**step(t, **ends), **success)
-        for given, got in (
+        for value, got in (
             ({}, "success is missing. A writer with success_only expects a flag"),
             ({"success": [True]}, "success has shape (1,)"),
         ):
             with pytest.raises(SchemaError) as caught:
-                writer.add(**step(6, done=[True, False, False]), **given)
+                writer.add(**step(6, done=[True, False, False]), **value)
             assert got in str(caught.value)
-    found = trajectories_of(tmp_path)
-    assert [(one.env, one.length, end_of(one)) for one in found] == [
+    actual = trajectories_of(tmp_path)
+    assert [(item.env, item.length, end_of(item)) for item in actual] == [
         (0, 2, "truncated"),
         (1, 5, "terminated"),
     ]
     assert (writer.num_frames, writer.num_trajectories) == (7, 2)
-    assert "success" not in found[0].fields
+    assert "success" not in actual[0].fields
     assert json.loads((tmp_path / "metadata.json").read_text())["success_traj_only"] is True
 
 
@@ -354,10 +354,10 @@ def test_nonfinite_rewards_are_counted_or_raise(tmp_path):
 
 
 def test_two_writers_share_a_folder(tmp_path):
-    with make(tmp_path) as one, make(tmp_path) as other:
-        for writer in (one, other, one):
+    with make(tmp_path) as item, make(tmp_path) as other:
+        for writer in (item, other, item):
             writer.add(**step())
-    assert frames_in(tmp_path) == 9 and one.name != other.name
+    assert frames_in(tmp_path) == 9 and item.name != other.name
 
 
 def test_a_name_used_before_continues_its_numbering(tmp_path):
@@ -390,12 +390,14 @@ def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(
     ends["final_observation"]["a"] = np.zeros((values[..., 0, 0].size, 1), np.float32)
     with RolloutWriter(tmp_path, num_envs, obs_segments=segments, durable=False) as writer:
         (writer.add if is_step else writer.add_rollout)(**record, **ends)
-    found = sorted(trajectories_of(tmp_path), key=lambda one: one.column("observation/b").flat[0])
+    actual = sorted(
+        trajectories_of(tmp_path), key=lambda item: item.column("observation/b").flat[0]
+    )
     rows = values.reshape(-1, num_envs, 3)
-    assert [trajectory.column("observation/b").tolist() for trajectory in found] == [
+    assert [trajectory.column("observation/b").tolist() for trajectory in actual] == [
         [row.tolist()] for row in rows
     ]
-    assert [trajectory.finals["observation/b"].tolist() for trajectory in found] == rows.tolist()
+    assert [trajectory.finals["observation/b"].tolist() for trajectory in actual] == rows.tolist()
 
 
 @pytest.mark.parametrize("is_step", [True, False])
@@ -417,15 +419,15 @@ def test_a_component_may_be_a_number(tmp_path, is_step, tail):
                 done=np.ones(lead),
                 final_observation=finals,
             )
-    found = [
+    actual = [
         (trajectory.column("observation/height").tolist(), trajectory.finals)
         for trajectory in trajectories_of(tmp_path)
     ]
-    assert sorted(values for values, _ in found) == [
+    assert sorted(values for values, _ in actual) == [
         [value] for value in sorted([*height.flat, *height.flat])
     ]
-    assert all(finals["observation/height"].shape == () for _, finals in found)
-    assert all(finals["observation/height"] == values[0] + 1 for values, finals in found)
+    assert all(finals["observation/height"].shape == () for _, finals in actual)
+    assert all(finals["observation/height"] == values[0] + 1 for values, finals in actual)
 
 
 def test_an_unlimited_block_size_allocates_no_memory_of_that_size(tmp_path):

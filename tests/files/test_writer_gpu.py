@@ -383,7 +383,7 @@ def test_ctrl_c_in_any_line_counts_no_step_of_a_wrapped_environment_twice(cuda_d
             (trajectory.env, trajectory.length, float(trajectory.column("reward").sum()))
             for trajectory in trajectories_of(folder)
         }
-        assert {(one.env_id, one.length, one.total_reward) for one in ended} == recorded, place
+        assert {(item.env_id, item.length, item.total_reward) for item in ended} == recorded, place
         assert wrapped.rollout_writer.num_frames == sum(length for _, length, _ in recorded), place
         return reached
 

@@ -77,8 +77,8 @@ def naive_trajectories(
             current.pop(n, None)
     kept += current.values()
     if success_only:
-        kept = [one for one in kept if one["end"] == "truncated"]
-    return sorted(kept, key=lambda one: one["number"])
+        kept = [item for item in kept if item["end"] == "truncated"]
+    return sorted(kept, key=lambda item: item["number"])
 
 
 def check_same(
@@ -96,9 +96,9 @@ def check_same(
     }
     for trajectory in expected:
         frames = tuple(np.array(trajectory["frames"]).T)
-        one = by_key[(trajectory["env"], float(values["observation"]["state"][frames][0, 0]))]
-        assert end_of(one) == trajectory["end"]
-        assert one.versions == values["policy_version"][frames].tolist()
+        item = by_key[(trajectory["env"], float(values["observation"]["state"][frames][0, 0]))]
+        assert end_of(item) == trajectory["end"]
+        assert item.versions == values["policy_version"][frames].tolist()
         for name, value in (
             ("observation/state", values["observation"]["state"]),
             ("observation/flag", values["observation"]["flag"]),
@@ -107,29 +107,30 @@ def check_same(
             ("reward", values["reward"]),
             ("label", values["label"].float().numpy()),
         ):
-            column = one.column(name)
+            column = item.column(name)
             assert column.dtype == value.dtype and column.shape[1:] == value.shape[2:]
             np.testing.assert_array_equal(column, value[frames], err_msg=name)
         np.testing.assert_allclose(
-            one.reward_sum, values["reward"][frames].astype(np.float64).sum(axis=0)
+            item.reward_sum, values["reward"][frames].astype(np.float64).sum(axis=0)
         )
         last = trajectory["frames"][-1]
         if trajectory["end"] == "open":
-            assert one.finals is None
+            assert item.finals is None
         else:
             np.testing.assert_array_equal(
-                one.finals["observation/state"], values["final_observation"]["state"][last]
+                item.finals["observation/state"], values["final_observation"]["state"][last]
             )
             assert (
-                one.finals["privileged_observation"] == values["final_privileged_observation"][last]
+                item.finals["privileged_observation"]
+                == values["final_privileged_observation"][last]
             )
 
 
 def check_counts(writer: RolloutWriter, expected: list[dict[str, Any]]) -> None:
-    ended = [one for one in expected if one["end"] != "open"]
+    ended = [item for item in expected if item["end"] != "open"]
     assert writer.num_trajectories == len(ended)
-    assert writer.num_finished_frames == sum(len(one["frames"]) for one in ended)
-    assert writer.num_frames == sum(len(one["frames"]) for one in expected)
+    assert writer.num_finished_frames == sum(len(item["frames"]) for item in ended)
+    assert writer.num_frames == sum(len(item["frames"]) for item in expected)
 
 
 CASES: dict[str, Any] = dict(  # noqa: C408
@@ -178,7 +179,7 @@ def test_recorded_steps_are_read_back_unchanged(
         check_same(Path(folder), values, success_only, discards)
         expected = naive_trajectories(values, success_only, discards)
         assert writer.num_trajectories == len(expected)
-        assert writer.num_frames == sum(len(one["frames"]) for one in expected)
+        assert writer.num_frames == sum(len(item["frames"]) for item in expected)
 
 
 @SETTINGS

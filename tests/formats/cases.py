@@ -40,7 +40,7 @@ def load(path: Path) -> dict[str, Any]:
     case: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not set(case["format"]) & set(FORMATS):
         pytest.skip(f"{case['format'][0]} is not read")
-    for package in {one for name in case["format"] for one in PACKAGES.get(name, ())}:
+    for package in {item for name in case["format"] for item in PACKAGES.get(name, ())}:
         pytest.importorskip(package, reason=f"its files need the package {package}")
     return case
 
@@ -54,15 +54,15 @@ def expected_arrays(case: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
     """Return our name -> array for each episode: "observation/<field>", "action", "reward",
     "final/<field>".
     """
-    found: list[dict[str, np.ndarray]] = [{} for _ in case["episodes"]]
+    actual: list[dict[str, np.ndarray]] = [{} for _ in case["episodes"]]
     with np.load(ROOT / case["expected"]) as arrays:
         for key in arrays.files:
             number, _, name = key.partition("/")
             kind, _, field = name.partition("/")
             field = field.removeprefix("observation.").strip("/")
             ours = {"obs": "observation"}.get(kind, kind) + (f"/{field}" if field else "")
-            found[int(number)][ours] = arrays[key]
-    return found
+            actual[int(number)][ours] = arrays[key]
+    return actual
 
 
 def named(group: str, value: Any, expected: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def halves(number: int, frame: int, shape: tuple[int, int] = (32, 48)) -> np.nda
 
     The left half encodes the episode, the right half the frame. Red, green and blue differ.
     """
-    found = np.zeros((*shape, 3), "u1")
-    found[:, : shape[1] // 2] = (200, 20 * number % 200, 60)
-    found[:, shape[1] // 2 :] = (60, 40 * frame % 200, 200)
-    return found
+    actual = np.zeros((*shape, 3), "u1")
+    actual[:, : shape[1] // 2] = (200, 20 * number % 200, 60)
+    actual[:, shape[1] // 2 :] = (60, 40 * frame % 200, 200)
+    return actual

@@ -104,20 +104,20 @@ class LeRobotSet:
     def table(self, number: int, start: int) -> pa.Table:
         episode, length = FIRST + number, self.lengths[number]
         frames = np.arange(length)
-        found: dict[str, Any] = {
+        actual: dict[str, Any] = {
             "observation.state": lists(state(episode, length)),
             "action": lists(action(episode, length)),
         }
         if self.has_reward:
-            found |= {"next.reward": reward(episode, length), "next.done": frames == length - 1}
-        found |= {name: make(episode, length) for name, (_, make) in self.columns.items()}
-        found |= {
+            actual |= {"next.reward": reward(episode, length), "next.done": frames == length - 1}
+        actual |= {name: make(episode, length) for name, (_, make) in self.columns.items()}
+        actual |= {
             "timestamp": (frames / FPS).astype("f4"),
             "frame_index": frames,
             "episode_index": np.full(length, number),
         }
         return pa.table(
-            {**found, "index": start + frames, "task_index": np.full(length, number % 2)}
+            {**actual, "index": start + frames, "task_index": np.full(length, number % 2)}
         )
 
     def write(self, row_group_rows: int | None = None) -> Path:

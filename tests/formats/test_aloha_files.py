@@ -49,7 +49,7 @@ def aloha(folder: Path, kind: str = "raw") -> Path:
                 elif kind == "padded":
                     width = max(map(len, data)) + 7
                     file[name] = np.stack(
-                        [np.frombuffer(one.ljust(width, b"\0"), "u1") for one in data]
+                        [np.frombuffer(item.ljust(width, b"\0"), "u1") for item in data]
                     )
                     file.require_dataset("compress_len", (2, length), "f4")[...] = [
                         list(map(len, data))
@@ -59,8 +59,8 @@ def aloha(folder: Path, kind: str = "raw") -> Path:
                     rows = file.create_dataset(
                         name, (length,), h5py.vlen_dtype(np.uint8), **storage
                     )
-                    for frame, one in enumerate(data):
-                        rows[frame] = np.frombuffer(one, "u1")
+                    for frame, item in enumerate(data):
+                        rows[frame] = np.frombuffer(item, "u1")
     return folder
 
 
@@ -83,10 +83,10 @@ def test_episodes_of_aloha_come_in_numeric_order_with_their_pictures(
         ) == (None,) * 4
         assert episode.metadata["sim"] is False and "compress_len" not in episode
         for camera in ("high", "left"):
-            found = episode.observation["images"][camera]
+            actual = episode.observation["images"][camera]
             expected = np.stack([halves(number, frame) for frame in range(length)])
-            assert found.dtype == np.uint8 and found.shape == expected.shape
-            assert np.abs(found.astype(int) - expected).mean() <= (0 if kind == "raw" else 4)
+            assert actual.dtype == np.uint8 and actual.shape == expected.shape
+            assert np.abs(actual.astype(int) - expected).mean() <= (0 if kind == "raw" else 4)
     names = ["observation/images/high", "observation/images/left"]
     assert recording.metadata["lossy"] == ([] if kind == "raw" else names)
     assert recording.metadata.get("color_order") == (None if kind == "raw" else "unknown")
@@ -177,20 +177,20 @@ def maniskill(path: Path) -> Path:
     listed = []
     with h5py.File(path, "w") as file:
         for number, length in LENGTHS.items():
-            one = file.create_group(f"traj_{number}")
-            one["actions"], one["rewards"] = actions(number, length), rewards(number, length)
-            one["terminated"], one["truncated"] = (
+            item = file.create_group(f"traj_{number}")
+            item["actions"], item["rewards"] = actions(number, length), rewards(number, length)
+            item["terminated"], item["truncated"] = (
                 np.arange(length) == length - 1,
                 np.zeros(length, bool),
             )
-            one["success"] = np.arange(length) >= length - 2
-            one["obs/agent/qpos"] = values(number, length + 1)
-            cam = one.create_group("obs/sensor_data/cam")
+            item["success"] = np.arange(length) >= length - 2
+            item["obs/agent/qpos"] = values(number, length + 1)
+            cam = item.create_group("obs/sensor_data/cam")
             cam.create_dataset(
                 "rgb", data=pixels(number, length + 1), compression="gzip", compression_opts=5
             )
             cam["depth"] = values(number, length + 1, 4, "i2").reshape(-1, 2, 2, 1)
-            one["env_states/actors/cube"] = values(number, length + 1, 13)
+            item["env_states/actors/cube"] = values(number, length + 1, 13)
             about = {
                 "episode_id": number,
                 "episode_seed": number,

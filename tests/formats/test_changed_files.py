@@ -50,13 +50,13 @@ def read(recording: rollout_data.Recording, number: int, name: str) -> Any:
 
 def arrays_of(recording: rollout_data.Recording) -> list[dict[str, Any]]:
     """Read all fields of all episodes, the final observations too."""
-    found = []
+    result = []
     for number, episode in enumerate(recording):
         final = episode.final_observation
         parts = final if isinstance(final, dict) else {} if final is None else {"": final}
         names = [*episode.schema, *(f"final/{name}" for name in parts)]
-        found.append({name: read(recording, number, name) for name in names})
-    return found
+        result.append({name: read(recording, number, name) for name in names})
+    return result
 
 
 def check_as_opened(read: Callable[[], Any], expected: Any, path: Path) -> None:
@@ -95,7 +95,7 @@ def test_files_that_changed_after_opening_are_refused_by_name(
         window = rollout_data.WindowDataset(rollout_data.open(path, **about["open"]))[0]
         windows = rollout_data.WindowDataset(rollout_data.open(path, **about["open"]))
     copy = pickle.dumps(recording)
-    for file in [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]:
+    for file in [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]:
         change(file)
     for opened in (recording, pickle.loads(copy)):
         for number, arrays in enumerate(expected):

@@ -328,10 +328,10 @@ def test_episodes_of_humenv_are_numbered_and_checked(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.hdf5", "w") as file:
         file.attrs["num_episodes"] = 3
         for number, length in ((2, 3), (9, 1), (10, 4)):
-            one = file.create_group(f"ep_{number}")
-            one.attrs["length"] = length + (number == 9)
-            one["observation"], one["reward"] = values(number, length), np.ones((length, 1))
-            one["terminated"], one["truncated"] = (
+            item = file.create_group(f"ep_{number}")
+            item.attrs["length"] = length + (number == 9)
+            item["observation"], item["reward"] = values(number, length), np.ones((length, 1))
+            item["terminated"], item["truncated"] = (
                 np.zeros((length, 1), bool),
                 np.zeros((length, 1), bool),
             )

@@ -70,10 +70,10 @@ STATED: dict[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.parametrize("name", STATED)
 def test_a_converted_set_has_the_stored_frame_rate(tmp_path: Path, name: str) -> None:
     options, expected = STATED[name]
-    found = converted_fps(record(tmp_path / "own", **options), tmp_path / "set")
-    assert found == pytest.approx(expected, rel=2e-3)
+    actual = converted_fps(record(tmp_path / "own", **options), tmp_path / "set")
+    assert actual == pytest.approx(expected, rel=2e-3)
     episode = rollout_data.open(tmp_path / "set")[1]
-    np.testing.assert_allclose(episode["timestamp"], np.arange(30) / found, atol=2e-3)
+    np.testing.assert_allclose(episode["timestamp"], np.arange(30) / actual, atol=2e-3)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -256,10 +256,12 @@ def test_a_damaged_video_leaves_out_its_camera_in_its_episodes_only(
         file.write_bytes(data)
     recording = rollout_data.open(path)
     assert recording.ids == whole.ids and recording.problems
-    expected, found = (WindowDataset(one, 2, fields=["action"]) for one in (ROOT / version, path))
+    expected, actual = (
+        WindowDataset(item, 2, fields=["action"]) for item in (ROOT / version, path)
+    )
     everything = range(len(expected))
     assert torch.equal(
-        found.__getitems__(everything)["action"], expected.__getitems__(everything)["action"]
+        actual.__getitems__(everything)["action"], expected.__getitems__(everything)["action"]
     )
     assert all(
         isinstance(problem, DataFileError) and problem.kind == "undecodable"

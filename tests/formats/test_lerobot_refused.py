@@ -401,7 +401,7 @@ def test_a_long_text_of_all_frames_is_in_memory_once(tmp_path: Path, version: st
     text, num_frames = "x" * (1 << 20), 700
     note = feature("string", [1]), lambda _, length: pa.array([text] * length)
     path = LeRobotSet(tmp_path / "a", [num_frames], version=version, columns={"note": note}).write()
-    assert sum(one.stat().st_size for one in path.rglob("*.parquet")) < 1 << 18
+    assert sum(item.stat().st_size for item in path.rglob("*.parquet")) < 1 << 18
     if (child := os.fork()) == 0:
         status = 1
         try:

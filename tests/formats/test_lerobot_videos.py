@@ -212,12 +212,12 @@ def test_ranges_of_shared_video_stay_in_their_codec_and_are_copied_at_key_frames
     source = rollout_data.open(tmp_path / "set")
     done = rollout_data.convert(source, tmp_path / "kept", "lerobot", progress=False)
     assert done.changes[COPIED] == [
-        one for one, start in zip(source.ids, STARTS, strict=True) if start % 2 == 0
+        item for item, start in zip(source.ids, STARTS, strict=True) if start % 2 == 0
     ]
     (again,) = [
         ids for what, ids in done.changes.items() if f"encoded again as {codec}, with loss" in what
     ]
-    assert again == [one for one, start in zip(source.ids, STARTS, strict=True) if start % 2]
+    assert again == [item for item, start in zip(source.ids, STARTS, strict=True) if start % 2]
     for number, path in enumerate(sorted((tmp_path / "kept").rglob("*.mp4"))):
         with av.open(str(path)) as container:
             stream = container.streams.video[0]

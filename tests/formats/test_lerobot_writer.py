@@ -101,7 +101,10 @@ def test_pictures_become_video_on_request(tmp_path: Path, version: str, video: s
         from rollout_data.formats.encoded_images import encode_picture
 
         return pa.array(
-            [{"bytes": encode_picture(one), "path": ""} for one in picture(episode, length, 64, 96)]
+            [
+                {"bytes": encode_picture(item), "path": ""}
+                for item in picture(episode, length, 64, 96)
+            ]
         )
 
     columns = {"observation.images.left": (feature("image", [64, 96, 3]), smooth)}
@@ -157,13 +160,13 @@ def rows_of(target: Path, number: int | None) -> dict[str, np.ndarray]:
     """Read the numbers of one episode, or of all, with pyarrow alone."""
     files = sorted(target.glob("data/*/*.parquet"))
     tables = [
-        pq.read_table(one) for one in (files if number is None else files[number : number + 1])
+        pq.read_table(item) for item in (files if number is None else files[number : number + 1])
     ]
-    found: dict[str, np.ndarray] = {}
+    result: dict[str, np.ndarray] = {}
     for name, kind in zip(tables[0].column_names, tables[0].schema.types, strict=True):
         if not pa.types.is_struct(kind) and not pa.types.is_string(kind):
-            found[name] = np.array([row for table in tables for row in table[name].to_pylist()])
-    return found
+            result[name] = np.array([row for table in tables for row in table[name].to_pylist()])
+    return result
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -193,8 +196,8 @@ def test_statistics_have_exact_quantiles_of_each_episode_and_of_all_frames(
         lines = (tmp_path / "set" / "meta" / "episodes_stats.jsonl").read_text().splitlines()
         stats = [json.loads(line)["stats"] for line in lines]
         entries = [
-            {f"stats/{a}/{b}": v for a, statistics in one.items() for b, v in statistics.items()}
-            for one in stats
+            {f"stats/{a}/{b}": v for a, statistics in item.items() for b, v in statistics.items()}
+            for item in stats
         ]
     for number, entry in enumerate(entries):
         rows = rows_of(tmp_path / "set", number)
@@ -260,14 +263,14 @@ def test_statistics_of_large_columns_are_the_same_from_a_file(
     monkeypatch.setattr(lerobot_statistics, "_MEMORY_BYTES", 0)
     monkeypatch.setattr(lerobot_statistics, "_NUM_SUMMED", 3)
     written(ROOT / "lerobot_v3/vectors", tmp_path / "in_files")
-    found = [
+    actual = [
         json.loads((tmp_path / name / "meta" / "stats.json").read_text())
         for name in ("in_memory", "in_files")
     ]
-    assert found[0].keys() == found[1].keys()
-    for name, statistics in found[0].items():
+    assert actual[0].keys() == actual[1].keys()
+    for name, statistics in actual[0].items():
         for key, values in statistics.items():
-            np.testing.assert_allclose(found[1][name][key], values, rtol=1e-12)
+            np.testing.assert_allclose(actual[1][name][key], values, rtol=1e-12)
     assert not list((tmp_path / "in_files").rglob(".*"))
 
 
@@ -376,11 +379,11 @@ def test_missing_flags_are_false_and_missing_floats_nan_and_other_fields_are_lef
     for name in ("count", "words", "observation/camera", "reward"):
         assert report[f"field {name!r} is left out: not all episodes have it"] == ["a:0", "b:0"]
     back = rollout_data.open(tmp_path / "set")
-    absent = [one.metadata.get("absent_fields") for one in back]
+    absent = [item.metadata.get("absent_fields") for item in back]
     assert absent == [None, ["contact", "next.success"], ["effort", "next.success"]]
     assert [episode.success for episode in back] == [True, None, None]
     again, changes = written(back, tmp_path / "again", version=version)
-    assert [one.metadata.get("absent_fields") for one in again] == absent
+    assert [item.metadata.get("absent_fields") for item in again] == absent
     assert not [what for what in changes if "lack" in what or "left out" in what]
     rollout_data.convert(back, tmp_path / "own", progress=False)
     own = rollout_data.open(tmp_path / "own")
@@ -502,8 +505,8 @@ def test_columns_of_language_keep_unusual_types(
         target = tmp_path / version
         written(source, target, version=version)
         got = [pq.read_table(file)[name] for file in sorted((target / "data").rglob("*.parquet"))]
-        assert all(one.type == columns[-1].type for one in got)
-        assert [one.to_pylist() for one in got] == [column.to_pylist() for column in columns]
+        assert all(item.type == columns[-1].type for item in got)
+        assert [item.to_pylist() for item in got] == [column.to_pylist() for column in columns]
 
 
 def test_a_key_of_merged_language_without_a_field_is_refused(tmp_path: Path) -> None:
@@ -597,8 +600,8 @@ def off_by(seconds: float) -> Callable[[LeRobotSet], None]:
 def in_words(made: LeRobotSet) -> None:
     texts = [pa.array([[{"role": "user", "content": "стоп"}]] * length) for length in made.lengths]
     made.tables = [
-        table.append_column("language_events", one)
-        for table, one in zip(made.tables, texts, strict=True)
+        table.append_column("language_events", item)
+        for table, item in zip(made.tables, texts, strict=True)
     ]
 
 

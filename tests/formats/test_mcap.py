@@ -44,7 +44,7 @@ def text(value: str) -> bytes:
 
 
 def channels(topics: Sequence[str], encoding: str, schema: Mapping[str, Any]) -> bytes:
-    found = b""
+    actual = b""
     for number, topic in enumerate(topics, 1):
         about = json.dumps(schema.get(topic, {})).encode()
         body = (
@@ -54,15 +54,15 @@ def channels(topics: Sequence[str], encoding: str, schema: Mapping[str, Any]) ->
             + struct.pack("<I", len(about))
             + about
         )
-        found += record(3, body)
-        found += record(
+        actual += record(3, body)
+        actual += record(
             4,
             struct.pack("<HH", number, number)
             + text(topic)
             + text(encoding)
             + struct.pack("<I", 0),
         )
-    return found
+    return actual
 
 
 def chunk(
@@ -119,14 +119,14 @@ def session(number: int, length: int) -> list[Message]:
 
     A state with the time of a command belongs to it.
     """
-    found: list[Message] = [(NOTE, 0, {"text": "pick up the blüe cube"})]
+    actual: list[Message] = [(NOTE, 0, {"text": "pick up the blüe cube"})]
     acts, states = (
         action(number, length).tolist(),
         state(number, 2 * length, dtype="float64").tolist(),
     )
-    found += [(ARM, 20 * row, {"target": one}) for row, one in enumerate(acts)]
-    return found + [
-        (STATE, 10 * row, {"position": one, "count": row}) for row, one in enumerate(states)
+    actual += [(ARM, 20 * row, {"target": item}) for row, item in enumerate(acts)]
+    return actual + [
+        (STATE, 10 * row, {"position": item, "count": row}) for row, item in enumerate(states)
     ]
 
 
@@ -201,12 +201,12 @@ def test_several_topics_of_actions_go_by_their_names(tmp_path: Path) -> None:
     episode = rollout_data.open(write(tmp_path / "a.mcap", messages), action=[ARM, "/grip"])[0]
     assert sorted(episode.action) == ["arm/command/target", "grip/force", "grip/width"]
     np.testing.assert_array_equal(episode.action["grip/width"], np.arange(4))
-    one = rollout_data.open(tmp_path / "a.mcap", action="/grip", clock=ARM)[0]
-    assert sorted(one.action) == ["force", "width"]
+    item = rollout_data.open(tmp_path / "a.mcap", action="/grip", clock=ARM)[0]
+    assert sorted(item.action) == ["force", "width"]
 
 
 def test_steps_before_the_first_message_of_a_topic_are_dropped_and_reported(tmp_path: Path) -> None:
-    messages = [one for one in session(50, 9) if one[0] != STATE or one[1] >= 35]
+    messages = [item for item in session(50, 9) if item[0] != STATE or item[1] >= 35]
     recording = rollout_data.open(write(tmp_path / "a.mcap", messages), action=ARM)
     check(recording[0], 50, 9, first=2)
     assert "2 messages before" in str(recording.problems[0])
@@ -255,12 +255,12 @@ def test_colliding_topics_and_too_large_metadata_are_reported(tmp_path: Path) ->
     twice = [("/arm", row, {"state/x": 0, "state": {"position": 1.0}}) for row in range(3)]
     path = write(tmp_path / "a.mcap", [*session(50, 3), *twice], metadata={"long": "x" * (1 << 20)})
     recording = rollout_data.open(path, action=ARM)
-    found = [str(problem) for problem in recording.problems]
+    actual = [str(problem) for problem in recording.problems]
     assert any(
-        "Topics '/arm' and '/arm/state'" in one and "'observation/arm/state/position'" in one
-        for one in found
+        "Topics '/arm' and '/arm/state'" in item and "'observation/arm/state/position'" in item
+        for item in actual
     )
-    assert any("too much metadata. 1 metadata records are left out" in one for one in found)
+    assert any("too much metadata. 1 metadata records are left out" in item for item in actual)
     assert recording[0].observation["arm/state/position"].dtype == np.float64
 
 
@@ -288,16 +288,16 @@ def test_values_keep_their_dtypes(tmp_path: Path) -> None:
     )
     recording = rollout_data.open(path, clock="/all")
     episode = recording[0]
-    found = {
-        name.removeprefix("all/"): one[1]
-        for name, one in episode.observation.items()
+    actual = {
+        name.removeprefix("all/"): item[1]
+        for name, item in episode.observation.items()
         if name != "all/mode"
     }
-    assert {name: tensor.dtype.name for name, tensor in found.items()} == {
+    assert {name: tensor.dtype.name for name, tensor in actual.items()} == {
         "id": "int64", "ids": "int64", "flag": "bool", "grid": "float64", "pose/x": "float64",
     }  # fmt: skip
-    assert found["id"] == 2**53 + 1 and episode["observation/all/mode"] == ["go"] * 3
-    np.testing.assert_array_equal(found["grid"], value["grid"])
+    assert actual["id"] == 2**53 + 1 and episode["observation/all/mode"] == ["go"] * 3
+    np.testing.assert_array_equal(actual["grid"], value["grid"])
     assert "odd, ragged" in str(recording.problems[0])
 
 

@@ -62,24 +62,24 @@ def in_groups(root: Path, is_jpeg: bool = False, **changes: Any) -> Path:
     describe(root / "data", "hdf5", **{"jpeg_encoding": is_jpeg, **changes})
     with h5py.File(root / "data" / "main_data.hdf5", "w") as file:
         for number, length in LENGTHS.items():
-            one = file.create_group(f"episode_{number}")
-            one.attrs.update(
+            item = file.create_group(f"episode_{number}")
+            item.attrs.update(
                 {"id": number, "seed": 100 + number, "total_steps": length, "options/goal": 3}
             )
-            one["actions"], one["rewards"] = actions(number, length), rewards(number, length)
+            item["actions"], item["rewards"] = actions(number, length), rewards(number, length)
             for name, is_end in zip(("terminations", "truncations"), END[number], strict=True):
-                one[name] = (np.arange(length) == length - 1) & is_end
-            one["observations/low"] = values(number, length + 1)
-            one["infos/force"] = values(number, length + 1, 1)[:, 0]
+                item[name] = (np.arange(length) == length - 1) & is_end
+            item["observations/low"] = values(number, length + 1)
+            item["infos/force"] = values(number, length + 1, 1)[:, 0]
             pictures = np.stack([halves(number, frame) for frame in range(length + 1)])
             if not is_jpeg:
-                one["observations/camera"] = pictures
+                item["observations/camera"] = pictures
                 continue
             data = [np.frombuffer(jpeg(picture), "u1") for picture in pictures]
             if len({len(row) for row in data}) == 1:
-                one["observations/camera"] = np.stack(data)
+                item["observations/camera"] = np.stack(data)
             else:
-                rows = one.create_dataset(
+                rows = item.create_dataset(
                     "observations/camera", (length + 1,), h5py.vlen_dtype(np.uint8)
                 )
                 for frame, row in enumerate(data):
@@ -158,8 +158,8 @@ def check_all(
             episode.final_observation["low"], values(number, 1, first=length)[0]
         )
         pictures = np.stack([halves(number, frame) for frame in range(length + 1)])
-        found = episode.observation["camera"], episode.final_observation["camera"]
-        for got, expected in zip(found, (pictures[:-1], pictures[-1]), strict=True):
+        actual = episode.observation["camera"], episode.final_observation["camera"]
+        for got, expected in zip(actual, (pictures[:-1], pictures[-1]), strict=True):
             assert got.dtype == np.uint8 and got.shape == expected.shape
             assert np.abs(got.astype(int) - expected).mean() <= (4 if is_jpeg else 0)
         assert (episode.terminated, episode.truncated) == END[number]
@@ -432,8 +432,8 @@ def test_a_text_that_a_parquet_table_stores_once_is_in_memory_once(tmp_path: Pat
     parquet.write_table(table.set_column(table.column_names.index("infos"), "infos", infos), path)
     episode = rollout_data.open(tmp_path / "x")[2]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = episode.read("infos/text")
-    assert (len(found), len(found[0])) == (LENGTHS[10], 80 << 20)
+    actual = episode.read("infos/text")
+    assert (len(actual), len(actual[0])) == (LENGTHS[10], 80 << 20)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB"
 
 

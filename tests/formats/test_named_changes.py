@@ -124,8 +124,8 @@ def test_an_open_end_with_a_final_observation_stays_open_in_our_format(tmp_path)
             copy.table["ends"].tolist() == source.table["ends"].tolist() == ["terminated", "open"]
         )
         np.testing.assert_array_equal(copy[1].final_observation, source[1].final_observation)
-        assert [bool(one) for one in ends_of(tmp_path / name)] == [
-            bool(one) for one in ends_of(tmp_path / "minari")
+        assert [bool(item) for item in ends_of(tmp_path / name)] == [
+            bool(item) for item in ends_of(tmp_path / "minari")
         ]
     convert(tmp_path / "second", tmp_path / "back", "minari")
     back = rollout_data.open(tmp_path / "back")

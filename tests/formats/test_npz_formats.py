@@ -102,14 +102,14 @@ class TestOGBench:
         arrays = ogbench_arrays([4, 2], first=0)
         arrays["observations"] = np.minimum(arrays["observations"], 250).astype(dtype)
         save(tmp_path / "a.npz", **arrays)
-        found = rollout_data.open(tmp_path / "a.npz")[0].observation
-        assert found.dtype == np.dtype(dtype).newbyteorder("<")
-        np.testing.assert_array_equal(found, arrays["observations"][:4])
+        actual = rollout_data.open(tmp_path / "a.npz")[0].observation
+        assert actual.dtype == np.dtype(dtype).newbyteorder("<")
+        np.testing.assert_array_equal(actual, arrays["observations"][:4])
 
     def test_adjacent_columns_of_the_file_are_read_correctly(
         self, tmp_path: Path, save: Any
     ) -> None:
-        arrays = {name: np.asfortranarray(one) for name, one in ogbench_arrays([4, 2]).items()}
+        arrays = {name: np.asfortranarray(item) for name, item in ogbench_arrays([4, 2]).items()}
         save(tmp_path / "a.npz", **arrays)
         np.testing.assert_array_equal(
             rollout_data.open(tmp_path / "a.npz")[1].observation, state(51, 2)
@@ -170,8 +170,8 @@ class TestOGBench:
         arrays = ogbench_arrays([3, 1])
         arrays["observations"] = arrays["observations"].astype("uint8")
         np.savez(tmp_path / "a.npz", **arrays)
-        found = rollout_data.open(tmp_path / "a.npz")[0].observation
-        assert not found.flags.owndata and not found.flags.writeable
+        actual = rollout_data.open(tmp_path / "a.npz")[0].observation
+        assert not actual.flags.owndata and not actual.flags.writeable
 
 
 class TestMotion:
@@ -403,16 +403,16 @@ class TestMotion:
             rollout_data.open(tmp_path / "1.npz")
 
     def test_the_other_set_of_names_and_further_arrays_are_read(self, tmp_path: Path) -> None:
-        one = clip_arrays()
+        item = clip_arrays()
         np.savez(
             tmp_path / "walk.npz",
             fps=30.0,
             dof_names=["hip", "knee", "ankle"],
             body_names=["root", "a", "b", "c"],
-            dof_positions=one["joint_pos"],
-            dof_velocities=one["joint_vel"],
-            body_positions=one["body_pos_w"],
-            body_rotations=one["body_quat_w"].astype("float64"),
+            dof_positions=item["joint_pos"],
+            dof_velocities=item["joint_vel"],
+            body_positions=item["body_pos_w"],
+            body_rotations=item["body_quat_w"].astype("float64"),
             contact=np.arange(5),
             weight_kg=31.5,
         )
@@ -547,11 +547,11 @@ class TestHostileFiles:
             path.write_bytes(content)
             try:
                 recording = rollout_data.open(path, format="ogbench")
-                found = [(episode.observation, episode.action) for episode in recording]
+                actual = [(episode.observation, episode.action) for episode in recording]
             except RolloutDataError as error:
                 assert isinstance(error, DataFileError)
                 continue
-            for number, (observation, acted) in enumerate(found, 50):
+            for number, (observation, acted) in enumerate(actual, 50):
                 if len(observation) == [3, 2][number - 50] and not recording.problems:
                     np.testing.assert_array_equal(observation, state(number, len(observation)))
                     np.testing.assert_array_equal(acted, action(number, len(acted)))

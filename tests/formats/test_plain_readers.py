@@ -91,7 +91,7 @@ def test_plain_code_reads_flat_arrays_of_d4rl(source, tmp_path):
             name: file[name][:]
             for name in ("observations", "actions", "rewards", "terminals", "timeouts")
         }
-        assert {len(one) for one in rows.values()} == {sum(LENGTHS)}
+        assert {len(item) for item in rows.values()} == {sum(LENGTHS)}
         ends = np.flatnonzero(rows["terminals"] | rows["timeouts"])
         assert (ends + 1).tolist() == np.cumsum(LENGTHS).tolist() and rows["terminals"].sum() == 1
         assert "next_observations" not in file, "the last episode has no final observation"
@@ -172,10 +172,10 @@ def test_plain_code_reads_chunks_of_trajectory_folders(source, tmp_path):
     folder = convert(source, tmp_path / "x", "trajectory-folders")
     about = json.loads((folder / "metadata.json").read_text())
     assert {*about["obs_segments"]} == {"state", "images_front", "images_wrist"}
-    by_time = sorted(folder.glob("trajectory_*"), key=lambda one: one.stat().st_mtime)
-    assert [one.name for one in by_time] == ["trajectory_0", "trajectory_1", "trajectory_2"]
-    for number, one in enumerate(by_time):
-        (path,) = one.iterdir()
+    by_time = sorted(folder.glob("trajectory_*"), key=lambda item: item.stat().st_mtime)
+    assert [item.name for item in by_time] == ["trajectory_0", "trajectory_1", "trajectory_2"]
+    for number, item in enumerate(by_time):
+        (path,) = item.iterdir()
         assert re.fullmatch(r"traj_000000_0*(\d+)\.pickle", path.name)[1] == str(LENGTHS[number])
         chunk = pickle.loads(path.read_bytes())
         images = {camera: chunk[f"obs_images_{camera}"] for camera in CAMERAS}

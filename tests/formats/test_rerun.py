@@ -65,14 +65,14 @@ def chunks_of(path: Path) -> dict[str, dict[str, Any]]:
     reader = pytest.importorskip(
         "rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)"
     ).RrdReader
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for chunk in reader(path).stream():
         columns = chunk.to_record_batch().to_pydict()
-        entity = found.setdefault(chunk.entity_path.replace("\\", ""), {})
+        entity = result.setdefault(chunk.entity_path.replace("\\", ""), {})
         for name, rows in columns.items():
             if name != "rerun.controls.RowId":
                 entity.setdefault(name, []).extend(rows)
-    return found
+    return result
 
 
 def test_a_missing_sdk_raises_with_its_extra(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +93,8 @@ def test_every_value_is_logged_with_its_frame_and_time(
             walk
         ).ids,
     }
-    found = chunks_of(walk.parent / "walk.rrd")
-    assert json.loads(found["/recording"]["metadata"][0][0])["env"] == "walk"
+    actual = chunks_of(walk.parent / "walk.rrd")
+    assert json.loads(actual["/recording"]["metadata"][0][0])["env"] == "walk"
     for number, episode in enumerate(rollout_data.open(walk)):
         root, length = f"/{episode.id}", episode.length
         for name in (
@@ -105,7 +105,7 @@ def test_every_value_is_logged_with_its_frame_and_time(
             "timestamp",
             "count",
         ):
-            entity = found[f"{root}/{name}"]
+            entity = actual[f"{root}/{name}"]
             wanted = np.asarray(episode[name], np.float64).reshape(length, -1).tolist()
             if name.startswith("observation"):
                 rest = name.partition("/")[2]
@@ -113,29 +113,29 @@ def test_every_value_is_logged_with_its_frame_and_time(
             assert (
                 entity["frame"] == list(range(len(wanted))) and entity["Scalars:scalars"] == wanted
             )
-        seconds = [one.total_seconds() for one in found[f"{root}/action"]["time"]]
+        seconds = [item.total_seconds() for item in actual[f"{root}/action"]["time"]]
         assert seconds == [0.25 * t for t in range(length)]
         for name, (shape, dtype) in PICTURES.items():
             entity, kind = (
-                found[f"{root}/observation/{name}"],
+                actual[f"{root}/observation/{name}"],
                 "DepthImage" if name == "depth" else "Image",
             )
             wanted = [values(number, t, shape, dtype)[0] for t in range(length + 1)]
-            wanted = [np.moveaxis(one, 0, -1) if name == "first" else one for one in wanted]
+            wanted = [np.moveaxis(item, 0, -1) if name == "first" else item for item in wanted]
             got = [np.array(row[0], np.uint8).tobytes() for row in entity[f"{kind}:buffer"]]
-            assert got == [one.tobytes() for one in wanted]
+            assert got == [item.tobytes() for item in wanted]
             (about,) = entity[f"{kind}:format"][0]
             assert (about["height"], about["width"]) == SIDES
-        assert found[f"{root}/note"]["TextLog:text"] == [[text] for text in episode["note"]]
-        end = found[f"{root}/end"]
+        assert actual[f"{root}/note"]["TextLog:text"] == [[text] for text in episode["note"]]
+        end = actual[f"{root}/end"]
         assert end["frame"] == [length - 1] and end["TextLog:text"] == [
             ["truncated" if number == 1 else "terminated"]
         ]
-        told = {
-            name: found[root][name][0][0]
+        message = {
+            name: actual[root][name][0][0]
             for name in ("terminated", "truncated", "success", "task", "length")
         }
-        assert told == {name: getattr(episode, name) for name in told}
+        assert message == {name: getattr(episode, name) for name in message}
 
 
 def test_an_interrupted_conversion_resumes_and_a_complete_one_is_not_replaced(

@@ -157,7 +157,7 @@ def write_set(
         splits.append(
             {
                 "name": split,
-                "shardLengths": [str(len(one)) for one in listed],
+                "shardLengths": [str(len(item)) for item in listed],
                 "filepathTemplate": template,
             }
         )
@@ -176,12 +176,12 @@ def write_set(
 
 
 def encoded(pixels: np.ndarray, kind: str) -> list[bytes]:
-    found = []
-    for one in pixels:
+    result = []
+    for item in pixels:
         out = io.BytesIO()
-        image.fromarray(one).save(out, kind)
-        found.append(out.getvalue())
-    return found
+        image.fromarray(item).save(out, kind)
+        result.append(out.getvalue())
+    return result
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_checksum_equals_its_definition(data: bytes) -> None:
 def test_splits_and_shards_are_read_in_order(tmp_path: Path, template: str) -> None:
     numbers = {"train": [[50, 51], [52]], "test": [[60]]}
     shards = {
-        split: [[usual_steps(one, one - 48) for one in shard] for shard in all]
+        split: [[usual_steps(item, item - 48) for item in shard] for shard in all]
         for split, all in numbers.items()
     }
     folder = write_set(tmp_path, shards, template=template)
@@ -267,9 +267,9 @@ def test_integers_of_every_dtype_are_read(tmp_path: Path, dtype: str) -> None:
         {"train": [[{**usual_steps(50, 2), "steps/count": values.astype(np.uint64)}]]},
         features,
     )
-    found = rollout_data.open(folder)[0]["count"]
-    assert found.dtype == values.dtype
-    np.testing.assert_array_equal(found, values)
+    actual = rollout_data.open(folder)[0]["count"]
+    assert actual.dtype == values.dtype
+    np.testing.assert_array_equal(actual, values)
 
 
 def test_pictures_texts_and_metadata_are_read(tmp_path: Path) -> None:
@@ -420,11 +420,13 @@ def test_changed_bytes_raise_when_opened_or_read(tmp_path: Path) -> None:
         )
         try:
             recording = rollout_data.open(folder)
-            found = [(episode.observation, episode.action, episode.reward) for episode in recording]
+            actual = [
+                (episode.observation, episode.action, episode.reward) for episode in recording
+            ]
         except RolloutDataError as error:
             assert isinstance(error, DataFileError)
         else:
-            assert recording.problems and len(found) == 1
+            assert recording.problems and len(actual) == 1
 
 
 @pytest.mark.parametrize(

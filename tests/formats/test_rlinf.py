@@ -54,17 +54,17 @@ def block(
         "truncations": done & ~terminated,
         "prev_logprobs": np.zeros((rows, len(dones), 1), "float32"),
     }
-    found: dict[str, Any] = {name: torch.from_numpy(one) for name, one in arrays.items()}
-    found["curr_obs"] = {
+    actual: dict[str, Any] = {name: torch.from_numpy(item) for name, item in arrays.items()}
+    actual["curr_obs"] = {
         "states": torch.from_numpy(observations[:-1]),
         "main_images": torch.zeros(rows, len(dones), 2, 2, 3),
     }
-    found["next_obs"] = {
+    actual["next_obs"] = {
         "states": torch.from_numpy(after),
         "main_images": torch.zeros(rows, len(dones), 2, 2, 3),
     }
-    found["curr_obs"]["task"] = [[f"task {number}", "другое"]] * rows
-    return {**found, "max_episode_length": 8, "model_weights_id": "w0"}
+    actual["curr_obs"]["task"] = [[f"task {number}", "другое"]] * rows
+    return {**actual, "max_episode_length": 8, "model_weights_id": "w0"}
 
 
 def write(
@@ -174,7 +174,7 @@ def test_rewards_of_chunks_of_actions_keep_their_width(tmp_path: Path) -> None:
     [("terminations", "truncations"), ("dones", "terminations", "truncations"), ("dones",)],
 )
 def test_ends_are_known_only_from_stored_flags(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    content = {name: one for name, one in block(0).items() if name not in missing}
+    content = {name: item for name, item in block(0).items() if name not in missing}
     lengths = [
         (len(episode), episode.terminated)
         for episode in rollout_data.open(write(tmp_path / "a", {0: content}))

@@ -105,9 +105,9 @@ def test_big_endian_numbers_are_delivered_in_native_byte_order(tmp_path: Path) -
         robomimic(tmp_path / "x.hdf5"),
         lambda file: replace(file, "data/demo_2/obs/low", values(2, 3, dtype=">f8")),
     )
-    found = rollout_data.open(path)[0].observation["low"]
-    assert found.dtype == np.dtype("<f8")
-    np.testing.assert_array_equal(found, values(2, 3))
+    actual = rollout_data.open(path)[0].observation["low"]
+    assert actual.dtype == np.dtype("<f8")
+    np.testing.assert_array_equal(actual, values(2, 3))
 
 
 def test_a_pickled_reader_and_threads_read_the_same(tmp_path: Path) -> None:
@@ -412,10 +412,10 @@ def test_observations_of_libero_move_only_on_request(tmp_path: Path) -> None:
     path = ROOT / "libero" / "KITCHEN_SCENE_put_the_cube_demo.hdf5"
     stored = rollout_data.open(path)
     assert stored.metadata["macros_image_convention"] == "opengl"
-    assert [len(one) for one in stored] == [3, 1, 4] and "shift_obs=True" in str(stored.advice[0])
+    assert [len(item) for item in stored] == [3, 1, 4] and "shift_obs=True" in str(stored.advice[0])
     assert stored.problems == []
     moved = rollout_data.open(path, shift_obs=True)
-    assert [(one.id, len(one)) for one in moved] == [("demo_0", 2), ("demo_2", 3)]
+    assert [(item.id, len(item)) for item in moved] == [("demo_0", 2), ("demo_2", 3)]
     assert "'data/demo_1'" in str(moved.problems[0]) and "has 1 step, but" in str(moved.problems[0])
     for old, new in zip((stored[0], stored[2]), moved, strict=True):
         for name in ("ee_pos", "agentview_rgb"):

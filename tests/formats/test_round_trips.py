@@ -97,23 +97,23 @@ def record(folder: Any, plan: dict[str, Any]) -> Any:
 
 
 def flat(fields: Any) -> dict[str, np.ndarray[Any, Any]]:
-    found = fields if isinstance(fields, dict) else {"": fields}
-    return {name: np.asarray(value) for name, value in found.items()}
+    actual = fields if isinstance(fields, dict) else {"": fields}
+    return {name: np.asarray(value) for name, value in actual.items()}
 
 
 def check_same(mine: Any, theirs: Any, where: str) -> None:
-    expected, found = flat(mine), flat(theirs)
-    if list(expected) == [""] and len(found) == 1:  # it has a name there
-        found = {"": next(iter(found.values()))}
-    assert expected.keys() == found.keys(), where
+    expected, actual = flat(mine), flat(theirs)
+    if list(expected) == [""] and len(actual) == 1:  # it has a name there
+        actual = {"": next(iter(actual.values()))}
+    assert expected.keys() == actual.keys(), where
     for name, tensor in expected.items():
-        assert tensor.dtype == found[name].dtype and tensor.shape == found[name].shape, (
+        assert tensor.dtype == actual[name].dtype and tensor.shape == actual[name].shape, (
             where,
             name,
             tensor.dtype,
-            found[name].dtype,
+            actual[name].dtype,
         )
-        assert tensor.tobytes() == np.ascontiguousarray(found[name]).tobytes(), (where, name)
+        assert tensor.tobytes() == np.ascontiguousarray(actual[name]).tobytes(), (where, name)
 
 
 @pytest.mark.parametrize("name", READ_BACK)
@@ -132,7 +132,7 @@ def test_a_round_trip_through_each_format_restores_the_recording(tmp_path_factor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RolloutDataWarning)
             back = rollout_data.open(folder / "theirs.hdf5")
-        assert [len(one) for one in back] == plan["lengths"] and not report.problems
+        assert [len(item) for item in back] == plan["lengths"] and not report.problems
         for mine, theirs in zip(source, back, strict=True):
             if not any(
                 word in changes for word in ("joined", "as float32", "is called", "is read as")

@@ -68,7 +68,7 @@ def test_each_camera_below_one_name_keeps_its_pictures_and_its_name_in_robomimic
             assert np.array_equal(mine.final_observation[name], theirs.final_observation[name])
     convert(back, tmp_path / "again.hdf5", "robomimic")
     assert [episode.schema for episode in rollout_data.open(tmp_path / "again.hdf5")] == [
-        one.schema for one in back
+        item.schema for item in back
     ]
 
 
@@ -208,10 +208,10 @@ def test_flags_of_an_unknown_end_are_named_in_changes_and_in_the_target(tmp_path
             and "absent_fields" not in back.metadata
         )
     else:
-        assert [one.metadata.get("absent_fields") for one in back] == [None, flags, None, flags]
+        assert [item.metadata.get("absent_fields") for item in back] == [None, flags, None, flags]
     if name in ("minari", "d4rl", "trajectory-folders"):
         assert [(episode.terminated, episode.truncated) for episode in back] == ENDS
-        assert [one.metadata.get("ends") for one in back] == [None] * 4
+        assert [item.metadata.get("ends") for item in back] == [None] * 4
         part = convert(
             back.select([back.ids[1], back.ids[2]]), tmp_path / "part" / place, name
         ).changes
@@ -349,7 +349,7 @@ def test_missing_fields_of_a_demo_are_filled_with_false_and_nan_only(tmp_path):
                 23,
             ]
         back = rollout_data.open(tmp_path / f"{name}.hdf5")
-        noted = [one.metadata.get("absent_fields") for one in back]
+        noted = [item.metadata.get("absent_fields") for item in back]
         ends = ["dones"] if name == "robomimic" else []
         lacking = [ends or None, [*ends, "is_held", "observation/touch"], ends or None]
         assert [noted[0], sorted(noted[1]), noted[2]] == lacking
@@ -482,7 +482,7 @@ def test_block_files_keep_the_dtypes_of_flags_and_integers(tmp_path):
         "demo_2",
     ]
     back = rollout_data.open(tmp_path / "own")
-    assert [one.schema["is_held"].dtype for one in back if "is_held" in one.schema] == [
+    assert [item.schema["is_held"].dtype for item in back if "is_held" in item.schema] == [
         "bool",
         "bool",
     ]
@@ -540,7 +540,7 @@ def test_block_files_leave_out_a_missing_picture_and_keep_the_episode(tmp_path, 
         )
     assert copy.num_episodes == 3
     back = rollout_data.open(tmp_path / "own")
-    assert [one["observation/low"][0, 0] for one in back] == [0, 10, 20]
+    assert [item["observation/low"][0, 0] for item in back] == [0, 10, 20]
 
 
 def test_filled_fields_are_absent_in_a_copy_to_block_files(tmp_path):
@@ -582,7 +582,9 @@ def test_fields_that_a_conversion_filled_are_absent_in_a_copy_of_the_copy(tmp_pa
         assert {*FILLED[name]} <= {*copy[1].metadata["absent_fields"]}
     changes = convert(copy, tmp_path / "own", "rollout-data").changes
     own = rollout_data.open(tmp_path / "own")
-    lacking = {one.removeprefix("recorded_") for one in own[0].schema.keys() - own[1].schema.keys()}
+    lacking = {
+        item.removeprefix("recorded_") for item in own[0].schema.keys() - own[1].schema.keys()
+    }
     assert {*FILLED[name]} <= lacking
     assert own[0].schema.keys() == own[2].schema.keys()
     if name == "trajectory-folders":

@@ -170,10 +170,10 @@ def of_ours(folder: Path) -> list[Path]:
 
 def of_folders(folder: Path) -> list[Path]:
     made = [NaiveFolder(folder / kind) for kind in ("JOINT_POSITION", "OSC_POSE")]
-    for one in made:
-        one.chunk(0, 0, 3, done=True)
-        write_metadata(one, control_mode=one.data_dir.name)
-    return [one.data_dir for one in made]
+    for item in made:
+        item.chunk(0, 0, 3, done=True)
+        write_metadata(item, control_mode=item.data_dir.name)
+    return [item.data_dir for item in made]
 
 
 @pytest.mark.parametrize("write", [of_robomimic, of_parts, of_ours, of_folders])

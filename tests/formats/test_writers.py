@@ -93,13 +93,13 @@ def arrays(fields: Any) -> dict[str, np.ndarray]:
 
 
 def same(mine: Any, theirs: Any) -> None:
-    expected, found = arrays(mine), arrays(theirs)
-    if len(expected) == len(found) == 1:
-        expected, found = {"": next(iter(expected.values()))}, {"": next(iter(found.values()))}
-    assert expected.keys() == found.keys()
+    expected, actual = arrays(mine), arrays(theirs)
+    if len(expected) == len(actual) == 1:
+        expected, actual = {"": next(iter(expected.values()))}, {"": next(iter(actual.values()))}
+    assert expected.keys() == actual.keys()
     for name, values in expected.items():
-        assert np.array_equal(np.asarray(values), np.asarray(found[name])), name
-        assert np.asarray(values).dtype == np.asarray(found[name]).dtype, name
+        assert np.array_equal(np.asarray(values), np.asarray(actual[name])), name
+        assert np.asarray(values).dtype == np.asarray(actual[name]).dtype, name
 
 
 @pytest.mark.parametrize("is_nested", [True, False], ids=["parts", "one array"])
@@ -111,7 +111,7 @@ def test_episodes_are_read_back_from_every_format(tmp_path, name, is_nested):
     target = tmp_path / ("file.hdf5" if name in ("robomimic", "isaaclab", "d4rl") else "folder")
     writer = write(source, target, name, **OPTIONS.get(name, {}))
     back = rollout_data.open(target)
-    assert back.format == name and [len(one) for one in back] == LENGTHS
+    assert back.format == name and [len(item) for item in back] == LENGTHS
     for mine, theirs in zip(source, back, strict=True):
         if is_nested and name == "trajectory-folders":
             pictures = np.asarray(theirs.observation["images_left"]) * 255
@@ -124,7 +124,7 @@ def test_episodes_are_read_back_from_every_format(tmp_path, name, is_nested):
             )
         elif name == "lerobot" and is_nested:
             same(
-                {one.replace("/", "."): rows for one, rows in mine.observation.items()},
+                {item.replace("/", "."): rows for item, rows in mine.observation.items()},
                 theirs.observation,
             )
         elif not (name == "d4rl" and is_nested):
@@ -153,19 +153,19 @@ def test_an_interrupted_writer_is_resumed(tmp_path, name):
     writer.close()
     time.sleep(1.1)  # HDF5 counts times in seconds
     again = write(source, target, name)
-    assert again.written == {one.id for one in source}
+    assert again.written == {item.id for item in source}
     write(source, whole, name)
     files = [
-        sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+        sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
         for path in (target, whole)
     ]
     assert [path.name for path in files[0]] == [path.name for path in files[1]]
-    for one, other in zip(*files, strict=True):
-        if one.suffix in (".hdf5", ".pickle"):
+    for item, other in zip(*files, strict=True):
+        if item.suffix in (".hdf5", ".pickle"):
             # The last line of a note has the times of the files, and the name of the set in their
             # sizes.
             contents = [
-                re.sub(rb'\n\{"files": .*', b"", file.read_bytes()) for file in (one, other)
+                re.sub(rb'\n\{"files": .*', b"", file.read_bytes()) for file in (item, other)
             ]
             assert contents[0] == contents[1]
     assert not [path for path in tmp_path.rglob(".*") if path.parent.name != "ours"], (
@@ -182,7 +182,7 @@ def test_the_target_of_a_killed_writer_opens_with_its_complete_episodes(tmp_path
     for number in (0, 1):
         writer.add(source[number])
         back = rollout_data.open(tmp_path / "set.hdf5")
-        assert [len(one) for one in back] == LENGTHS[: number + 1]
+        assert [len(item) for item in back] == LENGTHS[: number + 1]
         assert all(
             np.array_equal(mine.action, theirs.action)
             for mine, theirs in zip(source, back, strict=False)
@@ -204,7 +204,7 @@ def test_tasks_and_texts_are_read_back_from_rlinf_and_reshaped_fields_reported(t
     (episode,) = rollout_data.open(tmp_path / "rlinf")
     assert (episode.task, episode["forward_inputs/note"]) == ("поднять куб", ["ü0", "ü1", "ü2"])
     assert np.array_equal(episode.action, source[0].action) and any(
-        "rows of one" in one for one in report
+        "rows of one" in item for item in report
     )
     clips = rollout_data.open(
         Path(__file__).parents[1] / "data" / "formats" / "motion_npz" / "clips"
@@ -222,10 +222,10 @@ def test_coded_components_are_written_as_the_bytes_that_were_read(tmp_path, samp
     for step, name in enumerate(way):
         rollout_data.convert(latest, latest := tmp_path / str(step), to=name, progress=False)
     chunks = [
-        [pickle.loads(path.read_bytes()) for path in sorted(one.rglob("traj_*"))]
-        for one in (source, latest)
+        [pickle.loads(path.read_bytes()) for path in sorted(item.rglob("traj_*"))]
+        for item in (source, latest)
     ]
-    mine, theirs = (np.concatenate([chunk["obs_depth"] for chunk in one]) for one in chunks)
+    mine, theirs = (np.concatenate([chunk["obs_depth"] for chunk in item]) for item in chunks)
     assert theirs.dtype == np.uint8 and np.array_equal(mine, theirs)
     about = json.loads((latest / "metadata.json").read_text())
     assert about["obs_disassemble_mapping"] == {"depth": "normalized_image"}
@@ -248,7 +248,7 @@ def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(
     content[int(end[0]) - 1] ^= 0xFF
     block.write_bytes(content)
     source, target = rollout_data.open(tmp_path / "ours"), tmp_path / "made" / "set.hdf5"
-    kept = [one for number, one in enumerate(source) if number != victim]
+    kept = [item for number, item in enumerate(source) if number != victim]
     done = rollout_data.convert(source, target, to=name, progress=False)
     assert done.num_episodes == len(kept)
     assert [
@@ -258,7 +258,7 @@ def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(
     assert not list(target.parent.glob(".*")), "nothing is left beside it"
     if name not in EXPORTS:
         back = rollout_data.open(target)
-        assert not back.problems and [len(one) for one in back] == [len(one) for one in kept]
+        assert not back.problems and [len(item) for item in back] == [len(item) for item in kept]
         for mine, theirs in zip(kept, back, strict=True):
             assert np.array_equal(mine.action, theirs.action)
     repeated = rollout_data.convert(source, target, to=name, progress=False)
@@ -267,7 +267,7 @@ def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(
         str(problem) for problem in done.problems
     ]
     again = rollout_data.convert(
-        source.select([one.id for one in kept]), tmp_path / "again.hdf5", to=name, progress=False
+        source.select([item.id for item in kept]), tmp_path / "again.hdf5", to=name, progress=False
     )
     assert again.num_episodes == len(kept) and not again.problems
 
@@ -278,7 +278,7 @@ def test_a_missing_required_field_raises_or_is_reported(tmp_path):
         with pytest.raises(UsageError, match="missing_reward"):
             write(source, tmp_path / name, name)
         report = write(source, tmp_path / name, name, missing_reward=0.0).report
-        assert report["rewards are made up by missing_reward"] == [one.id for one in source]
+        assert report["rewards are made up by missing_reward"] == [item.id for item in source]
     with (
         h5py.File(tmp_path / "robomimic.hdf5")
         if write(source, tmp_path / "robomimic.hdf5", "robomimic")

@@ -310,23 +310,23 @@ def test_a_damaged_zip_file_raises_library_errors_and_returns_no_other_rows(
 
 
 def test_numbers_of_the_other_byte_order_keep_their_width(tmp_path: Path) -> None:
-    found = arrays() | {
+    actual = arrays() | {
         "data/extra": np.arange(11).astype(">i2"),
         "meta/episode_ends": np.cumsum(LENGTHS).astype(">i8"),
     }
-    episode = rollout_data.open(write_2(tmp_path / "a.zarr", found))[2]
+    episode = rollout_data.open(write_2(tmp_path / "a.zarr", actual))[2]
     assert episode.observation["extra"].dtype == np.dtype("<i2")
     np.testing.assert_array_equal(episode.observation["extra"], np.arange(4, 11))
 
 
 def test_a_single_observation_and_rewards_are_found_by_name(tmp_path: Path) -> None:
-    found = {
+    actual = {
         "data/obs": state(50, 4),
         "data/reward": np.arange(4.0),
         "meta/episode_ends": np.array([4]),
     }
     episode = rollout_data.open(
-        write_2(tmp_path / "a.zarr", found | {"meta/gain": np.array([2.5])})
+        write_2(tmp_path / "a.zarr", actual | {"meta/gain": np.array([2.5])})
     )[0]
     np.testing.assert_array_equal(episode.observation, state(50, 4))
     np.testing.assert_array_equal(episode.reward, np.arange(4.0))
@@ -334,12 +334,12 @@ def test_a_single_observation_and_rewards_are_found_by_name(tmp_path: Path) -> N
 
 
 def test_an_array_with_a_reserved_name_keeps_its_name(tmp_path: Path) -> None:
-    found = {
+    actual = {
         "data/action": state(50, 4),
         "data/actions": state(51, 4),
         "meta/episode_ends": np.array([4]),
     }
-    episode = rollout_data.open(write_2(tmp_path / "a.zarr", found))[0]
+    episode = rollout_data.open(write_2(tmp_path / "a.zarr", actual))[0]
     np.testing.assert_array_equal(episode.action, state(50, 4))
     np.testing.assert_array_equal(episode.observation["actions"], state(51, 4))
 
@@ -351,16 +351,16 @@ def test_unwritten_chunks_have_the_fill_value(tmp_path: Path) -> None:
 
 
 def test_rows_after_the_last_end_are_dropped_and_reported(tmp_path: Path) -> None:
-    found = arrays()
-    found["meta/episode_ends"] = found["meta/episode_ends"][:2]
-    recording = rollout_data.open(write_2(tmp_path / "a.zarr", found))
+    actual = arrays()
+    actual["meta/episode_ends"] = actual["meta/episode_ends"][:2]
+    recording = rollout_data.open(write_2(tmp_path / "a.zarr", actual))
     check(recording, LENGTHS[:2])
     assert "7 rows after the last episode" in str(recording.problems[0])
 
 
 def test_an_episode_without_rows_is_left_out_alone(tmp_path: Path) -> None:
-    found = arrays() | {"meta/episode_ends": np.array([3, 3, 4, 11])}
-    recording = rollout_data.open(write_2(tmp_path / "a.zarr", found))
+    actual = arrays() | {"meta/episode_ends": np.array([3, 3, 4, 11])}
+    recording = rollout_data.open(write_2(tmp_path / "a.zarr", actual))
     assert [episode.id for episode in recording] == ["0", "2", "3"] and len(recording.problems) == 1
 
 
@@ -372,8 +372,8 @@ def test_invalid_episode_ends_raise(tmp_path: Path, ends: Any) -> None:
 
 
 def test_an_empty_set_has_no_episode(tmp_path: Path) -> None:
-    found = {name: one[:0] for name, one in arrays().items()}
-    assert len(rollout_data.open(write_2(tmp_path / "a.zarr", found))) == 0
+    actual = {name: item[:0] for name, item in arrays().items()}
+    assert len(rollout_data.open(write_2(tmp_path / "a.zarr", actual))) == 0
 
 
 @pytest.mark.parametrize(
@@ -421,8 +421,8 @@ def test_texts_and_single_values_are_left_out_by_name(
 
 
 def test_pictures_of_jpeg_xl_are_decoded_or_name_the_package_that_they_need(tmp_path: Path) -> None:
-    found = {"data/img": picture(50, 2), "meta/episode_ends": np.array([2])}
-    folder = write_2(tmp_path / "a.zarr", found, rows=1)
+    actual = {"data/img": picture(50, 2), "meta/episode_ends": np.array([2])}
+    folder = write_2(tmp_path / "a.zarr", actual, rows=1)
     path = folder / "data" / "img" / ".zarray"
     settings = {
         "chunks": [1, 8, 10, 3],

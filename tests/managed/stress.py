@@ -101,26 +101,26 @@ class Stress:
         time.sleep(0)
 
     def sample_items(self) -> None:
-        found = self.manager.sample(BATCH, self.iteration)
-        if found is None:
+        actual = self.manager.sample(BATCH, self.iteration)
+        if actual is None:
             return
-        assert len(found) == BATCH
-        for one in found:
-            number = int(one["number"])
-            check_row(one["x"]["values"], number, int(one["checksum"]))
-            assert one["note"] == [number] and one["replay_unique_id"].endswith(f"_{number}")
-            assert 0 < one["IS"] <= 1 and one["use"] >= 1
-        names = [one["replay_unique_id"] for one in found]
+        assert len(actual) == BATCH
+        for item in actual:
+            number = int(item["number"])
+            check_row(item["x"]["values"], number, int(item["checksum"]))
+            assert item["note"] == [number] and item["replay_unique_id"].endswith(f"_{number}")
+            assert 0 < item["IS"] <= 1 and item["use"] >= 1
+        names = [item["replay_unique_id"] for item in actual]
         applied = self.manager.update(
             {"replay_unique_id": names, "priority": [len(x) % 5 + 0.5 for x in names]}
         )
         self.count(BATCH, applied, BATCH)
 
     def sample_tensors(self) -> None:
-        found = self.manager.sample_tensors({"agent_1": BATCH, "demo": BATCH // 2}, self.iteration)
-        if found is None:
+        actual = self.manager.sample_tensors({"agent_1": BATCH, "demo": BATCH // 2}, self.iteration)
+        if actual is None:
             return
-        for batch, weights, ids in found.values():
+        for batch, weights, ids in actual.values():
             assert ((weights > 0) & (weights <= 1)).all()
             numbers = batch["number"]
             assert torch.equal(numbers, ids) and batch["note"] == [
@@ -130,7 +130,7 @@ class Stress:
                 batch["x"]["values"], numbers.tolist(), batch["checksum"].tolist(), strict=True
             ):
                 check_row(values, number, checksum)
-        ids = {name: part[2] for name, part in found.items()}
+        ids = {name: part[2] for name, part in actual.items()}
         applied = self.manager.update_priorities(
             ids, {name: its % 3 + 0.1 for name, its in ids.items()}
         )

@@ -29,11 +29,11 @@ def test_sizes_and_iterations_may_be_numpy_integers(make: Callable[..., NaiveRep
     buffer = make(np.int64(5))
     buffer.extend(_item(number) for number in range(8))
     assert buffer.replay_buffer_size == 5 and type(buffer.replay_buffer_size) is int
-    found = buffer.sample(np.int64(3), np.int32(9))
-    assert found is not None and len(found) == 3
+    actual = buffer.sample(np.int64(3), np.int32(9))
+    assert actual is not None and len(actual) == 3
     assert all(
         item.get("staleness", 9 - item["collect_iter"]) == 9 - item["collect_iter"]
-        for item in found
+        for item in actual
     )
     assert buffer.sample_check(np.int64(5), np.int64(9)) and not buffer.sample_check(
         np.int64(6), np.int64(9)
@@ -72,8 +72,8 @@ def test_sizes_iterations_and_ratios_of_a_manager_may_be_numpy_numbers() -> None
     manager = BufferManager(cfg)
     manager.push_data([_item(number) for number in range(10)], ["a", "b"])
     assert len(manager.sample(np.int64(6), np.int64(9))) == 6
-    found = manager.sample({"a": np.int64(2), "b": np.int64(3)}, np.int64(9))
-    assert [len(found[name]) for name in "ab"] == [2, 3]
+    actual = manager.sample({"a": np.int64(2), "b": np.int64(3)}, np.int64(9))
+    assert [len(actual[name]) for name in "ab"] == [2, 3]
     state = manager["a"].rate_limiter.state_dict()
     # So that they can be written as JSON
     assert all(type(count) is int for count in state.values())
@@ -100,8 +100,8 @@ def test_a_push_through_a_manager_records_its_time_in_the_monitor() -> None:
         {"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "monitor": BufferMonitor()}}
     )
     manager.push_data(_item(0))
-    found = manager["a"].monitor.snapshot()
-    assert found["in/time_mean"] > 0 and found["in/ticks"] == found["in/size_max"] == 1
+    actual = manager["a"].monitor.snapshot()
+    assert actual["in/time_mean"] > 0 and actual["in/ticks"] == actual["in/size_max"] == 1
 
 
 def test_segment_trees_are_exported() -> None:

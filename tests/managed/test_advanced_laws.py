@@ -76,17 +76,17 @@ def test_any_sequence_of_calls_equals_the_model(
                 model.push(number, priority, None if age is None else iteration + age)
         elif kind == "sample":
             num_drawn = data.draw(st.integers(1, 10))
-            found = buffer.sample(num_drawn, iteration)
+            actual = buffer.sample(num_drawn, iteration)
             model.drop_stale(iteration)
             chances = model.probabilities()
             if not chances:
-                assert found is None
+                assert actual is None
                 continue
             beta = 0.4 + 0.6 * min(1, num_draws / 10)
             num_draws += 1
-            row_ids = [int(x["replay_unique_id"].rpartition("_")[2]) for x in found]
-            assert [number_of(x) for x in found] == row_ids
-            for x, row_id in zip(found, row_ids, strict=True):
+            row_ids = [int(x["replay_unique_id"].rpartition("_")[2]) for x in actual]
+            assert [number_of(x) for x in actual] == row_ids
+            for x, row_id in zip(actual, row_ids, strict=True):
                 row = model.row(row_id)
                 assert (
                     x["IS"] == pytest.approx(model.importance(row_id, beta), rel=1e-9)
@@ -97,7 +97,7 @@ def test_any_sequence_of_calls_equals_the_model(
                     -1 if row.collected is None else iteration - row.collected
                 )
                 assert x["replay_buffer_idx"] == row_id % size
-            assert [x["use"] for x in found] == model.drawn(row_ids)
+            assert [x["use"] for x in actual] == model.drawn(row_ids)
             # One draw per interval of equal mass: never more than one away from what is expected.
             for row_id, num_copies in Counter(row_ids).items():
                 assert abs(num_copies - chances[row_id] * num_drawn) < 2

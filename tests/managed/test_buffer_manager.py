@@ -43,11 +43,11 @@ def test_d1_a_sample_is_divided_among_any_number_of_buffers(num_buffers: int) ->
     fill(manager, 100)
     seen: Counter[str] = Counter()
     for _ in range(30):
-        found = manager.sample(100)
-        assert len(found) == 100
-        counts = Counter(x["replay_unique_id"].rpartition("_")[0] for x in found)
+        actual = manager.sample(100)
+        assert len(actual) == 100
+        counts = Counter(x["replay_unique_id"].rpartition("_")[0] for x in actual)
         assert all(abs(counts[name] - 100 / num_buffers) < 2 for name in names)
-        assert all(number_of(x) // 1000 == int(x["replay_unique_id"].split("_")[1]) for x in found)
+        assert all(number_of(x) // 1000 == int(x["replay_unique_id"].split("_")[1]) for x in actual)
         seen += counts
     assert all(abs(seen[name] - 3000 / num_buffers) <= 15 for name in names)
 
@@ -79,10 +79,10 @@ def test_d1_ratios_are_compared_with_a_tolerance() -> None:
 def test_d2_ids_are_routed_by_the_name_before_the_last_underscore() -> None:
     manager = make(["a", "a_b", "a_b_1"], {"a": 0.25, "a_b": 0.25, "a_b_1": 0.5})
     fill(manager)
-    found = manager.sample({"a": 3, "a_b": 2, "a_b_1": 4})
+    actual = manager.sample({"a": 3, "a_b": 2, "a_b_1": 4})
     mixed = [
         x
-        for items in zip(found["a_b_1"][:2], found["a_b"], found["a"][:2], strict=True)
+        for items in zip(actual["a_b_1"][:2], actual["a_b"], actual["a"][:2], strict=True)
         for x in items
     ]
     names = [x["replay_unique_id"] for x in mixed]
@@ -98,7 +98,7 @@ def test_an_unknown_buffer_name_raises_key_error_and_changes_nothing() -> None:
     manager = make(ratio={"agent": 0.5, "x_7": 0.5})
     fill(manager)
     before = manager.state_dict()
-    one = manager.sample({"agent": 1})["agent"][0]["replay_unique_id"]
+    entry = manager.sample({"agent": 1})["agent"][0]["replay_unique_id"]
     manager.load_state_dict(before)
     calls = [
         lambda: manager.push_data(item(1), "agents"),
@@ -106,7 +106,7 @@ def test_an_unknown_buffer_name_raises_key_error_and_changes_nothing() -> None:
         lambda: manager.push_data([item(1, buffer_name="agent"), item(2, buffer_name="absent")]),
         lambda: manager.sample({"agent": 1, "absent": 2}),
         lambda: manager.sample(4, sample_ratio={"absent": 1.0}),
-        lambda: manager.update({"replay_unique_id": [one, "absent_3"], "priority": [5.0, 1.0]}),
+        lambda: manager.update({"replay_unique_id": [entry, "absent_3"], "priority": [5.0, 1.0]}),
         lambda: manager.count("absent"),
         lambda: manager.clear(["agent", "absent"]),
         lambda: manager.used_data("absent"),
@@ -118,11 +118,11 @@ def test_an_unknown_buffer_name_raises_key_error_and_changes_nothing() -> None:
             call()
     for bad in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="priorities must be finite and >= 0"):
-            manager.update({"replay_unique_id": [one, "x_7_1"], "priority": [5.0, bad]})
+            manager.update({"replay_unique_id": [entry, "x_7_1"], "priority": [5.0, bad]})
         with pytest.raises(ValueError, match="priorities must be finite and >= 0"):
             manager.update_priorities({"agent": [1], "x_7": [1]}, {"agent": [9.0], "x_7": [bad]})
     with pytest.raises(ValueError, match="one priority per id, got 1 for 2"):
-        manager.update({"replay_unique_id": [one, "x_7_1"], "priority": [5.0]})
+        manager.update({"replay_unique_id": [entry, "x_7_1"], "priority": [5.0]})
     assert_equal_states(manager.state_dict(), before)
 
 
@@ -175,17 +175,17 @@ def test_d4_sample_draws_from_all_buffers_or_from_none() -> None:
 
 def test_d5_an_item_pushed_to_several_buffers_is_copied() -> None:
     manager = make()
-    one = item(3)
-    manager.push_data([one, item(4)], ["agent", "x_7"])
+    entry = item(3)
+    manager.push_data([entry, item(4)], ["agent", "x_7"])
     assert (
         manager.count("agent") == manager.count("x_7") == 2
         and manager.count("demo_of_a_human") == 0
     )
-    for found in manager.sample({"agent": 2})["agent"]:
-        found["sequence"].append("changed")
-        found["observation"]["joints"].fill_(-1)
+    for actual in manager.sample({"agent": 2})["agent"]:
+        actual["sequence"].append("changed")
+        actual["observation"]["joints"].fill_(-1)
     assert sorted(number_of(x) for x in manager.sample({"x_7": 2})["x_7"]) == [3, 4]
-    one["sequence"].append("changed")
+    entry["sequence"].append("changed")
     assert sorted(number_of(x) for x in manager.sample({"agent": 2})["agent"]) == [3, 4]
 
 
@@ -250,13 +250,15 @@ def test_sample_tensors_returns_batches_by_name_and_update_accepts_them() -> Non
     manager = make(ratio={"agent": 0.75, "demo_of_a_human": 0.25}, size=100)
     for place, name in enumerate(NAMES[:2]):
         manager[name].extend_tensors({"x": 1000.0 * place + torch.arange(100.0)})
-    found = manager.sample_tensors(64)
-    assert set(found) == {"agent", "demo_of_a_human"}
+    actual = manager.sample_tensors(64)
+    assert set(actual) == {"agent", "demo_of_a_human"}
     assert (
-        sum(len(ids) for _, _, ids in found.values()) == 64 and 47 <= len(found["agent"][2]) <= 49
+        sum(len(ids) for _, _, ids in actual.values()) == 64 and 47 <= len(actual["agent"][2]) <= 49
     )
-    priorities = {name: batch["x"] % 7 for name, (batch, _, _) in found.items()}
-    assert manager.update_priorities({n: ids for n, (_, _, ids) in found.items()}, priorities) == 64
+    priorities = {name: batch["x"] % 7 for name, (batch, _, _) in actual.items()}
+    assert (
+        manager.update_priorities({n: ids for n, (_, _, ids) in actual.items()}, priorities) == 64
+    )
     assert manager.sample_tensors({"agent": 200}) is None
     with pytest.raises(ValueError, match="must have the same buffers"):
         manager.update_priorities({"agent": [1]}, {})
@@ -276,9 +278,9 @@ def test_buffers_of_a_manager_may_have_different_types() -> None:
         manager.push_data([item(1), item(2)], "e")
         assert manager.count("e") == 1 and manager.count() == 1
         assert list(manager.used_data("p")) == [0, 1]
-        found = manager.sample({"p": 2, "n": 3, "e": 1})
-        assert len(found["e"][0]) == 2
-        names = [x["replay_unique_id"] for x in found["p"] + found["n"]]
+        actual = manager.sample({"p": 2, "n": 3, "e": 1})
+        assert len(actual["e"][0]) == 2
+        names = [x["replay_unique_id"] for x in actual["p"] + actual["n"]]
         assert (
             manager.update({"replay_unique_id": names, "priority": [1.0] * 5, "used_id": [5, 6]})
             == 2

@@ -49,10 +49,10 @@ def test_rows_are_drawn_in_proportion_to_their_weights_on_a_device(alpha: float)
     for _ in range(5):
         batch, importance, ids = buffer.sample_tensors(3000)
         assert torch.equal(batch["x"].squeeze(1).long(), ids)
-        found = torch.bincount(ids.cpu(), minlength=300)
+        actual = torch.bincount(ids.cpu(), minlength=300)
         # One draw in each of 3000 intervals of equal mass
-        assert ((found - expected).abs() < 2.001).all()
-        assert not found[::7].any()
+        assert ((actual - expected).abs() < 2.001).all()
+        assert not actual[::7].any()
         least = weights[weights > 0].min()
         torch.testing.assert_close(
             importance.cpu().double(), (least / weights[ids.cpu()]) ** 0.4, rtol=1e-5, atol=0
@@ -171,8 +171,8 @@ def test_updates_of_overwritten_or_repeated_rows_on_a_device_are_counted() -> No
     assert num_applied.shape == () and int(num_applied) == 4
     assert buffer.num_dead_updates == 3
     expected = {4: 3.0, 11: 4.0, 5: 7.0}
-    found = buffer._ring.priorities.tolist()
-    assert [found[number % 8] for number in range(4, 12)] == [
+    actual = buffer._ring.priorities.tolist()
+    assert [actual[number % 8] for number in range(4, 12)] == [
         expected.get(number, 1.0) for number in range(4, 12)
     ]
     assert buffer.check_valid() == (True, "")
@@ -202,8 +202,8 @@ def numbers_in_errors(calls: Iterable[Callable[[], object]], pattern: str) -> tu
             call()
             num_returned += 1
         except UsageError as error:
-            found = re.search(pattern, str(error))
-            total += int(found[1].replace("an", "1")) if found else 0
+            actual = re.search(pattern, str(error))
+            total += int(actual[1].replace("an", "1")) if actual else 0
         except BufferEmptyError:
             pass
     return num_returned, total
@@ -326,7 +326,7 @@ def test_each_invalid_update_of_experts_raises_once() -> None:
 
 @pytest.mark.usefixtures("any_device")
 def test_windows_by_priority_equal_those_of_the_cpu() -> None:
-    found = []
+    result = []
     for device in ("cpu", "cuda"):
         windows = PrioritizedWindows(17, 4, stride=2, device=device, generator=0, alpha=1.0)
         generator = torch.Generator().manual_seed(0)
@@ -345,8 +345,8 @@ def test_windows_by_priority_equal_those_of_the_cpu() -> None:
         windows.update_priorities(ids, torch.where(ids % 2 == 0, 0.0, 3.0))
         again = windows.sample(500)[2].cpu()
         assert (again % 2 == 1).double().mean() > 0.99
-        found.append((len(windows), set(firsts[:, 0].tolist()), windows.max_priority))
-    assert found[0] == found[1]
+        result.append((len(windows), set(firsts[:, 0].tolist()), windows.max_priority))
+    assert result[0] == result[1]
 
 
 @pytest.mark.usefixtures("any_device")

@@ -42,10 +42,10 @@ def test_any_sequence_of_pushes_equals_a_list(data: st.DataObject, size: int) ->
             and buffer.count() == len(model)
             and buffer.push_count == total
         )
-    found = buffer.sample(len(model))
-    numbers = sorted(number_of(episode[0]) // 1000 for episode in found)
+    actual = buffer.sample(len(model))
+    numbers = sorted(number_of(episode[0]) // 1000 for episode in actual)
     assert numbers == list(range(total - len(model), total)), "all different, all of them"
-    for episode in found:
+    for episode in actual:
         number = number_of(episode[0]) // 1000
         assert [number_of(step) for step in episode] == [
             1000 * number + i for i in range(len(episode))
@@ -67,17 +67,17 @@ def test_a_stacked_episode_is_sampled_as_a_stack() -> None:
     buffer = EpisodeReplayBuffer(3, generator=0)
     for episode in range(5):
         buffer.append(stack(episode, 4 + episode))
-    for found in buffer.sample(3):
-        number = int(found["z"][0]) // 1000
+    for actual in buffer.sample(3):
+        number = int(actual["z"][0]) // 1000
         expected = stack(number, 4 + number)
-        assert torch.equal(found["x"]["y"], expected["x"]["y"]) and np.array_equal(
-            found["z"], expected["z"]
+        assert torch.equal(actual["x"]["y"], expected["x"]["y"]) and np.array_equal(
+            actual["z"], expected["z"]
         )
         assert (
-            isinstance(found["z"], np.ndarray) and found["replay_unique_id"] == f"buffer_{number}"
+            isinstance(actual["z"], np.ndarray) and actual["replay_unique_id"] == f"buffer_{number}"
         )
-        found["x"]["y"].fill_(-1)
-    assert all((found["x"]["y"] >= 0).all() for found in buffer.sample(3))
+        actual["x"]["y"].fill_(-1)
+    assert all((actual["x"]["y"] >= 0).all() for actual in buffer.sample(3))
     assert {
         int(x["z"][0]) // 1000
         for x in buffer.sample(10, sample_range=slice(-2, None), replace=True)
@@ -92,9 +92,9 @@ def test_d13_d18_windows_are_uniform_and_include_the_last_window() -> None:
     valid = [1000 * e + s for e, n in list(enumerate(lengths))[2:] for s in range(n - 4 + 1)]
     counts = dict.fromkeys(valid, 0)
     for _ in range(40):
-        found = buffer.sample_windows(100, 4)
-        assert found["x"]["y"].shape == (100, 4, 1) and (found["z"].diff(dim=1) == 1).all()
-        for first in found["z"][:, 0].tolist():
+        actual = buffer.sample_windows(100, 4)
+        assert actual["x"]["y"].shape == (100, 4, 1) and (actual["z"].diff(dim=1) == 1).all()
+        for first in actual["z"][:, 0].tolist():
             counts[first] += 1
     expected = 4000 / len(valid)
     assert sum((n - expected) ** 2 / expected for n in counts.values()) < len(

@@ -81,5 +81,5 @@ def test_buffers_of_a_manager_may_have_different_devices() -> None:
         {"buffer_name": ["cuda", "cpu"], "sample_ratio": {"cuda": 0.5, "cpu": 0.5}, **cfg}
     )
     manager.push_data([item(number) for number in range(20)], ["cuda", "cpu"])
-    found = manager.sample(20)
-    assert sum(x["reward"].is_cuda for x in found) == 10
+    actual = manager.sample(20)
+    assert sum(x["reward"].is_cuda for x in actual) == 10

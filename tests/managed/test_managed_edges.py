@@ -93,9 +93,9 @@ def test_used_data_never_has_an_id_of_a_stored_item_or_an_open_sample(data: st.D
                 live.pop(f"buffer_{total - 5}", None)
                 total += 1
         elif kind == "sample" and live:
-            found = buffer.sample(data.draw(st.integers(1, 3)))
-            samples.append({one["data_id"] for one in found})
-            uses.update(one["replay_unique_id"] for one in found)
+            actual = buffer.sample(data.draw(st.integers(1, 3)))
+            samples.append({entry["data_id"] for entry in actual})
+            uses.update(entry["replay_unique_id"] for entry in actual)
             live = {name: value for name, value in live.items() if uses[name] < 2}
         elif kind == "release" and samples:
             buffer.update(
@@ -208,8 +208,8 @@ def test_a_waiting_sample_lets_other_threads_sample_and_push(asks: str) -> None:
         return "done"
 
     assert Thread(learn_and_push).result() == "done"
-    found = waits.result()
-    assert len(found) == (4 if asks == "number" else 2)
+    actual = waits.result()
+    assert len(actual) == (4 if asks == "number" else 2)
 
 
 def test_a_draw_that_waits_for_one_limiter_is_not_counted_by_another() -> None:
@@ -228,8 +228,8 @@ def test_a_draw_that_waits_for_one_limiter_is_not_counted_by_another() -> None:
     assert len(Thread(lambda: manager.sample({"a": 4})).result()["a"]) == 4
     for _ in range(4):
         Thread(lambda: manager.push_data(item(1), ["a", "b"])).result()
-    found = waits.result()
-    assert len(found["a"]) == 4 and len(found["b"]) == 1
+    actual = waits.result()
+    assert len(actual["a"]) == 4 and len(actual["b"]) == 1
     assert manager["a"].rate_limiter.num_sampled == 8 and manager["b"].rate_limiter.num_sampled == 1
 
 
@@ -366,10 +366,10 @@ def test_sample_check_predicts_sample_of_a_limited_manager(blocking: bool) -> No
         "blocking": blocking,
         "timeout_s": 0.01,
     }
-    one = {"replay_buffer_size": 20, "type": "naive", "rate_limiter": limits}
+    entry = {"replay_buffer_size": 20, "type": "naive", "rate_limiter": limits}
     ratio = {"a": 0.37, "b": 0.63}
     manager = BufferManager(
-        {"buffer_name": ["a", "b"], "sample_ratio": ratio, "a": one, "b": one}, generator=0
+        {"buffer_name": ["a", "b"], "sample_ratio": ratio, "a": entry, "b": entry}, generator=0
     )
     answers = Counter()
     for turn in range(150):
@@ -395,9 +395,9 @@ def test_sample_and_sample_check_raise_if_the_tolerance_is_too_small() -> None:
 
 def test_each_position_of_a_managers_sample_has_items_of_each_buffer_by_ratio() -> None:
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
-    one = {"replay_buffer_size": 40, "type": "naive"}
+    entry = {"replay_buffer_size": 40, "type": "naive"}
     manager = BufferManager(
-        {"buffer_name": [*shares], "sample_ratio": shares, "a": one, "b": one, "c": one},
+        {"buffer_name": [*shares], "sample_ratio": shares, "a": entry, "b": entry, "c": entry},
         generator=1,
     )
     for name in shares:
@@ -446,8 +446,8 @@ def test_importance_weights_are_never_0(size: int) -> None:
         weights.dtype == torch.float32 and bool((weights > 0).all()) and bool((weights <= 1).all())
     )
     assert bool((weights >= TINY).all()), "a number that processors may take for 0"
-    for found in (buffer.sample(4), buffer.sample(4, sample_range=slice(0, 4))):
-        assert all(0 < one["IS"] <= 1 and np.float32(one["IS"]) > 0 for one in found)
+    for actual in (buffer.sample(4), buffer.sample(4, sample_range=slice(0, 4))):
+        assert all(0 < entry["IS"] <= 1 and np.float32(entry["IS"]) > 0 for entry in actual)
     windows = PrioritizedWindows(20, 2, alpha=1.0, beta=1.0, eps=0.0, generator=0)
     windows.extend({"x": torch.zeros(20, 1, 1), "done": torch.zeros(20, 1, 1)})
     _, _, ids = windows.sample(400)
@@ -463,8 +463,8 @@ def test_importance_weights_equal_the_formula_where_they_do_not_underflow() -> N
         [item(number, priority=priority) for number, priority in enumerate([1.0, 2.0, 8.0])]
     )
     for sample_range in (None, slice(0, 3)):
-        for one in buffer.sample(3, 0, sample_range):
-            assert one["IS"] == pytest.approx(1 / one["priority"], rel=1e-12)
+        for entry in buffer.sample(3, 0, sample_range):
+            assert entry["IS"] == pytest.approx(1 / entry["priority"], rel=1e-12)
 
 
 @pytest.mark.parametrize("way", ["push", "extend", "update"])

@@ -35,11 +35,11 @@ def make(kind: Any, seed: int) -> Any:
 
 def fill(buffer: Any, num_items: int = 40) -> None:
     for number in range(num_items):
-        one = item(number, collect_iter=number, data_id=f"file {number}")
+        entry = item(number, collect_iter=number, data_id=f"file {number}")
         buffer.append(
-            [one, item(number + 1, collect_iter=1, data_id="x")]
+            [entry, item(number + 1, collect_iter=1, data_id="x")]
             if isinstance(buffer, EpisodeReplayBuffer)
-            else one
+            else entry
         )
 
 
@@ -47,12 +47,12 @@ def play(buffer: Any, num_samples: int) -> list[Any]:
     """Sample and learn. Return all drawn items as plain Python values."""
     seen = []
     for iteration in range(num_samples):
-        found = buffer.sample(5, 40 + iteration)
-        if found is None:
+        actual = buffer.sample(5, 40 + iteration)
+        if actual is None:
             seen.append(None)
             continue
         if isinstance(buffer, AdvancedReplayBuffer):
-            names = [x["replay_unique_id"] for x in found]
+            names = [x["replay_unique_id"] for x in actual]
             buffer.update(
                 {
                     "replay_unique_id": names,
@@ -63,13 +63,13 @@ def play(buffer: Any, num_samples: int) -> list[Any]:
             seen.append(
                 [
                     (x["replay_unique_id"], x["IS"], x["use"], x["priority"], x["staleness"])
-                    for x in found
+                    for x in actual
                 ]
             )
         elif isinstance(buffer, EpisodeReplayBuffer):
-            seen.append([x[0]["replay_unique_id"] for x in found])
+            seen.append([x[0]["replay_unique_id"] for x in actual])
         else:
-            seen.append([x["replay_unique_id"] for x in found])
+            seen.append([x["replay_unique_id"] for x in actual])
     return seen
 
 
@@ -126,9 +126,9 @@ def test_json_values_are_saved_and_other_objects_raise_with_their_name(tmp_path:
     }
     buffer.append({"x": torch.zeros(1), "deep": values})
     buffer.save(tmp_path / "buffer")
-    (found,) = NaiveReplayBuffer.load(tmp_path / "buffer").sample(1)
-    assert {name: found["deep"][name] for name in values} == values
-    assert type(found["deep"]["nested"]["tuple"]) is tuple
+    (actual,) = NaiveReplayBuffer.load(tmp_path / "buffer").sample(1)
+    assert {name: actual["deep"][name] for name in values} == values
+    assert type(actual["deep"]["nested"]["tuple"]) is tuple
     for wrong in (Thing(), {1, 2}, b"bytes", [torch.zeros(1)], [{3: "x"}]):
         buffer.append({"x": torch.zeros(1), "thing": wrong})
         with pytest.raises(

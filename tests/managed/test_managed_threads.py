@@ -40,8 +40,8 @@ def test_d4_d8_a_check_and_its_draw_are_one_step_and_counts_lose_nothing() -> No
             is_last = is_over.wait(0.0005)
             # The check alone may be out of date; sampling decides by itself.
             buffer.sample_check(4)
-            found = buffer.sample(4)
-            used.extend(x["replay_unique_id"] for x in found or ())
+            actual = buffer.sample(4)
+            used.extend(x["replay_unique_id"] for x in actual or ())
             num_rounds += 1
 
     def guarded(job: Callable[[], None]) -> None:

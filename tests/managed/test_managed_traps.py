@@ -30,14 +30,14 @@ def filled(kind: Any, size: int, num_items: int, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampled_item_equals_the_pushed_item_and_has_an_id(kind: Any) -> None:
     buffer = filled(kind, 4, 6, name="my_buffer")
-    found = buffer.sample(4)
-    for x in found:
+    actual = buffer.sample(4)
+    for x in actual:
         number = number_of(x)
         assert (
             x["replay_unique_id"] == f"my_buffer_{number}" and x["replay_buffer_idx"] == number % 4
         )
         assert isinstance(x["array"], np.ndarray) and isinstance(x["reward"], torch.Tensor)
-    assert set(found[0]) - set(item(0)) == (
+    assert set(actual[0]) - set(item(0)) == (
         {"replay_unique_id", "replay_buffer_idx"}
         | ({"staleness", "use", "priority", "IS"} if kind is AdvancedReplayBuffer else set())
     )
@@ -55,14 +55,14 @@ def test_d5_samples_share_no_memory_with_the_caller_or_with_each_other(kind: Any
         -1,
     )
     for _ in range(2):
-        (found,) = buffer.sample(1)
-        assert number_of(found) == 1
-        found["sequence"].append("changed")
-        found["array"][:] = -2
-        found["observation"]["joints"].fill_(-2)
-        found["observation"]["new"] = "changed"
+        (actual,) = buffer.sample(1)
+        assert number_of(actual) == 1
+        actual["sequence"].append("changed")
+        actual["array"][:] = -2
+        actual["observation"]["joints"].fill_(-2)
+        actual["observation"]["new"] = "changed"
     assert set(pushed) == keys
-    buffer.append(found)  # what a sample adds is not stored: the id is the new row's
+    buffer.append(actual)  # what a sample adds is not stored: the id is the new row's
     assert sorted(x["replay_unique_id"] for x in buffer.sample(2)) != ["buffer_0", "buffer_0"]
 
 
@@ -91,8 +91,8 @@ def test_d7_d17_sample_ranges_index_items_by_age(kind: Any, num_items: int) -> N
     ):
         seen = set()
         for _ in range(30):
-            found = buffer.sample(len(alive[wanted]), sample_range=wanted)
-            seen |= {number_of(x) for x in found}
+            actual = buffer.sample(len(alive[wanted]), sample_range=wanted)
+            seen |= {number_of(x) for x in actual}
         assert seen == set(alive[wanted])
         assert buffer.sample(len(alive[wanted]) + 1, sample_range=wanted) is None
     assert buffer.sample(1, sample_range=slice(100, None)) is None
@@ -103,10 +103,10 @@ def test_d7_d17_sample_ranges_index_items_by_age(kind: Any, num_items: int) -> N
 def test_a_sample_range_draws_by_priority_within_the_range() -> None:
     buffer = AdvancedReplayBuffer(6, alpha=1.0, generator=0, min_sample_ratio=0, beta=1.0)
     buffer.extend_tensors({"x": torch.arange(8.0)}, torch.tensor([9.0, 9, 9, 9, 9, 9, 1, 3]))
-    found = buffer.sample(400, sample_range=slice(-2, None))
-    numbers = [int(x["x"]) for x in found]
+    actual = buffer.sample(400, sample_range=slice(-2, None))
+    numbers = [int(x["x"]) for x in actual]
     assert numbers.count(6) == 100 and numbers.count(7) == 300
-    assert {round(x["IS"], 9) for x in found} == {1.0, round(1 / 3, 9)}
+    assert {round(x["IS"], 9) for x in actual} == {1.0, round(1 / 3, 9)}
 
 
 def test_d10_sample_of_a_buffer_without_weights_returns_none() -> None:
@@ -234,8 +234,8 @@ def test_ids_are_split_at_the_last_underscore_and_name_this_buffer() -> None:
         buffer.update_priorities(torch.tensor([0, -1, 5, 1, 1]), torch.tensor([1.0, 2, 3, 4, 5]))
         == 3
     )
-    found = {x["replay_unique_id"]: x["priority"] for _ in range(20) for x in buffer.sample(2)}
-    assert found == pytest.approx({"a_b_c_0": 1 + 1e-5, "a_b_c_1": 5 + 1e-5})
+    actual = {x["replay_unique_id"]: x["priority"] for _ in range(20) for x in buffer.sample(2)}
+    assert actual == pytest.approx({"a_b_c_0": 1 + 1e-5, "a_b_c_1": 5 + 1e-5})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,8 +269,8 @@ def test_a_push_that_does_not_fit_adds_nothing(kind: Any) -> None:
 def test_items_without_tensors_and_with_mixed_leaves_are_stored() -> None:
     buffer = NaiveReplayBuffer(3, generator=0)
     buffer.extend([{"a": 1}, {"b": {"c": "x", "d": {}}}, {}, {"a": None}])
-    found = sorted((x for x in buffer.sample(3)), key=lambda x: x["replay_buffer_idx"])
-    plain = [{k: v for k, v in x.items() if not k.startswith("replay_")} for x in found]
+    actual = sorted((x for x in buffer.sample(3)), key=lambda x: x["replay_buffer_idx"])
+    plain = [{k: v for k, v in x.items() if not k.startswith("replay_")} for x in actual]
     assert plain == [{"a": None}, {"b": {"c": "x", "d": {}}}, {}]
 
 
@@ -296,11 +296,15 @@ def test_a_monitor_counts_pushed_and_sampled_items() -> None:
     buffer.extend_tensors({"x": torch.zeros(3, 1)})
     buffer.sample(5, 5)
     buffer.sample_tensors(2)
-    found = monitor.snapshot()
-    assert found["pushed/total"] == 5 and found["sampled/total"] == 7
-    assert found["in/ticks"] == 2 and found["in/priority_max"] == 2.0 and found["in/size_mean"] > 0
-    assert found["out/ticks"] == 2 and found["out/staleness_max"] == 4 and found["out/use_min"] == 1
-    assert all(isinstance(value, (int, float)) for value in found.values())
+    actual = monitor.snapshot()
+    assert actual["pushed/total"] == 5 and actual["sampled/total"] == 7
+    assert (
+        actual["in/ticks"] == 2 and actual["in/priority_max"] == 2.0 and actual["in/size_mean"] > 0
+    )
+    assert (
+        actual["out/ticks"] == 2 and actual["out/staleness_max"] == 4 and actual["out/use_min"] == 1
+    )
+    assert all(isinstance(value, (int, float)) for value in actual.values())
     assert "\n" not in monitor.text()
     monitor.reset()
     assert monitor.snapshot()["pushed/total"] == 0

@@ -116,8 +116,8 @@ def test_windows_are_drawn_by_their_priorities() -> None:
         for i in buffer.sample(40)[2].tolist():
             counts[i] += 1
     expected = priorities / priorities.sum() * 300 * 40
-    found = torch.tensor([counts[int(i)] for i in ids])
-    assert float(((found - expected) ** 2 / expected).sum()) < len(ids) + 4 * math.sqrt(
+    actual = torch.tensor([counts[int(i)] for i in ids])
+    assert float(((actual - expected) ** 2 / expected).sum()) < len(ids) + 4 * math.sqrt(
         2 * len(ids)
     )
 

@@ -99,22 +99,22 @@ def test_a_batch_too_large_for_the_tolerance_raises_with_the_needed_tolerance() 
 def test_push_raises_and_sample_returns_none_if_the_limiter_rejects(kind: type) -> None:
     options = {"samples_per_insert": 2, "tolerance": 6, "min_inserts": 2, "blocking": False}
     buffer = kind(10, generator=0, rate_limiter=options)
-    one = {"x": torch.zeros(1)}
-    buffer.append(one)
+    item = {"x": torch.zeros(1)}
+    buffer.append(item)
     assert buffer.sample(1) is None
-    buffer.push([one] * 4)
+    buffer.push([item] * 4)
     with pytest.raises(RateLimitedError, match="rejects 1 items"):
-        buffer.append(one)
+        buffer.append(item)
     assert buffer.count() == 5 and buffer.rate_limiter.num_inserted == 5
     with pytest.raises(KeyError):
         buffer.rate_limiter.sample(2), buffer.append({"y": torch.zeros(1)})
     assert buffer.rate_limiter.num_inserted == 5, "what raised was not inserted"
-    found = [buffer.sample(2) for _ in range(7)]
-    assert [x is not None for x in found] == [True] * 5 + [False] * 2
+    actual = [buffer.sample(2) for _ in range(7)]
+    assert [x is not None for x in actual] == [True] * 5 + [False] * 2
     if kind is AdvancedReplayBuffer:
         with pytest.raises(ValueError, match="The rate limiter may also delay"):
             buffer.sample_tensors(1)
-    buffer.append(one)
+    buffer.append(item)
     other = kind(10, generator=1, rate_limiter=options)
     other.load_state_dict(buffer.state_dict())
     assert other.rate_limiter.snapshot() == buffer.rate_limiter.snapshot()

@@ -71,15 +71,15 @@ def test_a_prefix_sum_selects_its_own_place_and_never_a_zero_weight(data: st.Dat
         return
     shares = data.draw(st.lists(st.floats(0, 1), min_size=1, max_size=40))
     masses = torch.tensor([*shares, 0.0, 1.0], dtype=torch.float64) * total
-    found = tree.find_prefixsum_idx(masses)
-    assert (tree[found] > 0).all()
+    actual = tree.find_prefixsum_idx(masses)
+    assert (tree[actual] > 0).all()
     # A mass lies inside its place's stretch, up to the rounding of sums.
     ends = np.cumsum(weights)
     slack = 1e-12 * ends[-1]
-    own = found.numpy()
+    own = actual.numpy()
     assert (masses.numpy() <= ends[own] + slack).all()
     assert (masses.numpy() >= ends[own] - weights[own] - slack).all()
-    assert found[-2] == np.flatnonzero(weights)[0]
+    assert actual[-2] == np.flatnonzero(weights)[0]
 
 
 def test_a_single_weight_anywhere_is_always_found() -> None:
@@ -112,14 +112,14 @@ def test_draws_have_the_law_of_the_weights_one_per_interval() -> None:
     num_draws, num_rounds = 64, 2000
     counts = torch.zeros(5000)
     for _ in range(num_rounds):
-        found = tree.draw(num_draws, generator)
-        assert (found.diff() >= 0).all()
+        actual = tree.draw(num_draws, generator)
+        assert (actual.diff() >= 0).all()
         ends = weights.cumsum(0)
         strata = torch.arange(num_draws) * (ends[-1] / num_draws)
-        assert (ends[found] >= strata - 1e-9).all() and (
-            (ends - weights)[found] <= strata + ends[-1] / num_draws
+        assert (ends[actual] >= strata - 1e-9).all() and (
+            (ends - weights)[actual] <= strata + ends[-1] / num_draws
         ).all()
-        counts += torch.bincount(found, minlength=5000)
+        counts += torch.bincount(actual, minlength=5000)
     expected = weights / weights.sum() * num_draws * num_rounds
     assert counts[::3].sum() == 0
     usual = expected >= 5
@@ -157,10 +157,10 @@ def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> No
     if total == 0:
         assert drawn is None
         return
-    places, found, least = drawn
+    places, actual, least = drawn
     assert least == float(min(weight for weight in weights if weight))
     assert len(places) == num_draws and (places >= 0).all() and (places < tree.capacity).all()
-    assert (found > 0).all() and found.tolist() == [float(weights[place]) for place in places]
+    assert (actual > 0).all() and actual.tolist() == [float(weights[place]) for place in places]
     slack = SLACK_ULPS * Fraction(math.ulp(float(total)))
     ends = list(accumulate(weights))
     for number, place in enumerate(places.tolist()):
@@ -198,18 +198,18 @@ def test_at_most_lists_the_values_up_to_a_bound() -> None:
 
 def test_d11_every_operation_is_computed_and_named() -> None:
     values = torch.tensor([4.0, -2.0, 9.0])
-    found = {}
+    result = {}
     for name, function in (("sum", sum), ("min", min), ("max", max)):
         for operation in (name, function):
             tree = SegmentTree(3, operation)
             tree[[0, 1, 2]] = values
-            found[name] = (
+            result[name] = (
                 tree.reduce(),
                 tree.reduce(0, 1),
                 tree.reduce(1, 1),
                 tree.neutral_element,
             )
-    assert found == {
+    assert result == {
         "sum": (11, 4, 0, 0),
         "min": (-2, 4, math.inf, math.inf),
         "max": (9, 4, -math.inf, -math.inf),
@@ -264,11 +264,11 @@ def test_a_tree_on_the_gpu_equals_one_on_the_cpu() -> None:
     weights = pair[0].leaves_view()
     total = float(weights.sum())
     masses = torch.linspace(0, 1, 777, dtype=torch.float64) * total
-    found = pair[1].find(masses.cuda()).cpu()
-    assert (weights[found] > 0).all()
+    actual = pair[1].find(masses.cuda()).cpu()
+    assert (weights[actual] > 0).all()
     # Devices round running sums differently: a mass may fall beside the border of two places.
-    after = weights.cumsum(0)[found]
-    before = after - weights[found]
+    after = weights.cumsum(0)[actual]
+    before = after - weights[actual]
     rounding = 1e-12 * total
     assert ((before <= masses + rounding) & (masses <= after + rounding)).all()
     assert torch.equal(pair[2].at_most(0.5), pair[3].at_most(0.5).cpu())

@@ -81,7 +81,7 @@ def record_all(folder: Path) -> None:
 
 def all_orders() -> dict[str, Any]:
     """Compute every order: name -> length, first numbers and checksum."""
-    found = {}
+    result = {}
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = Path(name)
@@ -89,8 +89,8 @@ def all_orders() -> dict[str, Any]:
         for name, function in ORDERS.items():
             numbers = function(folder)
             checksum = crc32(np.array(numbers, "<i8").tobytes())
-            found[name] = {"length": len(numbers), "first": numbers[:NUM_SHOWN], "crc32": checksum}
-    return found
+            result[name] = {"length": len(numbers), "first": numbers[:NUM_SHOWN], "crc32": checksum}
+    return result
 
 
 def resumed(
@@ -266,23 +266,23 @@ def windows_of_many_frames(folder: Path) -> Order:
 
 @order
 def windows_of_ranks(folder: Path) -> Order:
-    found = []
+    result = []
     for even in ("pad", "drop", "none"):
         for rank in range(3):
             options = {"even": even, "shard": (rank, 3)}
-            found += window_order(lambda: WindowDataset(folder / "first", 1), **options)
-    return found
+            result += window_order(lambda: WindowDataset(folder / "first", 1), **options)
+    return result
 
 
 @order
 def windows_of_splits(folder: Path) -> Order:
-    found = []
+    result = []
     for split in ("train", "validation"):
         dataset = WindowDataset(
             [folder / "first", folder / "second"], 1, split=split, validation_fraction=0.3, seed=2
         )
-        found += window_order(lambda dataset=dataset: dataset)
-    return found
+        result += window_order(lambda dataset=dataset: dataset)
+    return result
 
 
 @order
@@ -317,17 +317,17 @@ def mixture_resumed(folder: Path) -> Order:
             [1, 4],
         )
 
-    found = window_order(make)
+    actual = window_order(make)
     for rank in range(3):
-        found += window_order(make, shard=(rank, 3))
-    return found
+        actual += window_order(make, shard=(rank, 3))
+    return actual
 
 
 @order
 def mixture_with_a_heavy_window(folder: Path) -> Order:
-    one = WindowDataset(folder / "second", 2, split="validation", validation_fraction=0.05, seed=1)
+    item = WindowDataset(folder / "second", 2, split="validation", validation_fraction=0.05, seed=1)
     many = WindowDataset(folder / "first", 2)
-    return WindowLoader(WindowMixture([one, many], [1000, 1]), 8, seed=2).order(0).tolist()
+    return WindowLoader(WindowMixture([item, many], [1000, 1]), 8, seed=2).order(0).tolist()
 
 
 @order
@@ -556,18 +556,18 @@ def prioritized_items_of_some_ages(folder: Path) -> Order:
 
 @order
 def prioritized_weights(folder: Path) -> Order:
-    found = advanced(5000).state_dict()["tensors"]["weights"]
-    return found.view(torch.int64).tolist()
+    actual = advanced(5000).state_dict()["tensors"]["weights"]
+    return actual.view(torch.int64).tolist()
 
 
 @order
 def prioritized_weights_of_other_exponents(folder: Path) -> Order:
-    found: Order = []
+    result: Order = []
     for alpha in (0.0, 0.3, 0.5, 0.9, 1.0, 1.7):
         buffer = AdvancedReplayBuffer(900, alpha=alpha, generator=7)
         buffer.extend_tensors({"x": torch.arange(900)}, priorities_of(torch.arange(900), 2))
-        found += buffer.state_dict()["tensors"]["weights"].view(torch.int64).tolist()
-    return found
+        result += buffer.state_dict()["tensors"]["weights"].view(torch.int64).tolist()
+    return result
 
 
 @order
@@ -659,15 +659,15 @@ def rollout(kind: Any = RolloutStorage) -> Any:
     storage = make_storage(6, 8, kind, generator=15)
     for step in range(8):
         done = ((torch.arange(6) + step) % 5 == 0).float().unsqueeze(1)
-        one = make_transition(step, 6, done=done)
+        item = make_transition(step, 6, done=done)
         if kind is ActionLabelRollout:
-            one.action_labels = torch.zeros(6, 2)
+            item.action_labels = torch.zeros(6, 2)
         if kind is SarsaRolloutStorage:
-            one.next_observations, one.next_critic_observations = (
-                one.observations + 1,
-                one.critic_observations + 1,
+            item.next_observations, item.next_critic_observations = (
+                item.observations + 1,
+                item.critic_observations + 1,
             )
-        storage.add_transitions(one)
+        storage.add_transitions(item)
     if kind is not ActionLabelRollout:
         storage.compute_returns(torch.zeros(6), 0.9, 0.9)
     return storage
@@ -705,10 +705,10 @@ def sarsa_mini_batches(folder: Path) -> Order:
 
 @order
 def recurrent_mini_batches(folder: Path) -> Order:
-    found: Order = []
+    result: Order = []
     for batch in rollout().recurrent_mini_batch_generator(3, 2):
-        found += column((batch.obs[..., 0] * 100).round()) + column(batch.masks)
-    return found
+        result += column((batch.obs[..., 0] * 100).round()) + column(batch.masks)
+    return result
 
 
 # Trajectories, and the sums that lookups go by

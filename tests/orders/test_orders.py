@@ -79,10 +79,10 @@ def test_draws_do_not_depend_on_the_number_of_threads(stored, tmp_path, num_thre
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        found = {name: everything.ORDERS[name](tmp_path) for name in names}
+        actual = {name: everything.ORDERS[name](tmp_path) for name in names}
     finally:
         torch.set_num_threads(before)
-    for name, numbers in found.items():
+    for name, numbers in actual.items():
         assert numbers[: everything.NUM_SHOWN] == stored[name]["first"], name
 
 
@@ -107,10 +107,10 @@ WEIGHTS = st.lists(
 def test_whole_weights_keep_proportions(weights, num_bits):
     if not any(weights):
         return
-    found = whole_weights(weights, num_bits).tolist()
-    assert sum(found) < 2**num_bits
-    unit = max(weights) / max(found)
-    for weight, whole in zip(weights, found, strict=True):
+    actual = whole_weights(weights, num_bits).tolist()
+    assert sum(actual) < 2**num_bits
+    unit = max(weights) / max(actual)
+    for weight, whole in zip(weights, actual, strict=True):
         assert (whole > 0) == (weight > 0)
         assert whole == pytest.approx(weight / unit, rel=1e-12, abs=1)
 
@@ -143,7 +143,7 @@ def test_a_power_near_a_rounding_boundary_does_not_depend_on_its_last_bits():
     halfway = (np.arange(1, 200, dtype=np.int64) << 40) + (1023 << 52) + (1 << 19)
     middles = halfway.view(np.float64).tolist()
     bases = np.array(
-        [float(exact.power(Decimal(one), 1 / Decimal(exponent))) for one in middles] * 2
+        [float(exact.power(Decimal(item), 1 / Decimal(exponent))) for item in middles] * 2
     )
     true_powers = np.array(
         [float(exact.power(Decimal(float(base)), Decimal(exponent))) for base in bases]
@@ -175,12 +175,12 @@ def test_sums_of_a_tree_are_added_from_left_to_right():
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory):
-    found = []
+    result = []
     for number, lengths in enumerate(([6, 7], [20, 11, 9], [1])):
         folder = tmp_path_factory.mktemp(f"member{number}")
         record(folder, lengths, first_number=10 * number, writer_name=f"writer{number}")
-        found.append(WindowDataset(folder, 1))
-    return found
+        result.append(WindowDataset(folder, 1))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_a_removed_window_does_not_change_the_order_of_the_others(tmp_path, num_
     loaders = [loader(rank, num_ranks) for rank in range(num_ranks)]
     iterators = [iter(loader) for loader in loaders]
     for _ in range(3):
-        for one in iterators:
-            next(one)
+        for item in iterators:
+            next(item)
     state = json.loads(json.dumps(loaders[0].state_dict()))
-    for one in iterators:
-        one.close()
+    for item in iterators:
+        item.close()
     num_delivered = 3 * 2 * num_ranks
     next((tmp_path / "b").glob("rollout_b1*.h5")).unlink()
     next((tmp_path / "a").glob("rollout_a3*.h5")).unlink()

@@ -47,11 +47,11 @@ def test_replay_and_latent_buffers_are_sampled_from_all_shards(cluster: Any) -> 
         for first in (0, 50):
             states = torch.arange(first, first + 50.0).view(-1, 1).expand(50, 3)
             pairs.insert(states, states + 0.5)
-        found = list(pairs.feed_forward_generator(4, 300))
+        actual = list(pairs.feed_forward_generator(4, 300))
         assert len(pairs) == 100 and all(
-            bool((following - own == 0.5).all()) for own, following in found
+            bool((following - own == 0.5).all()) for own, following in actual
         )
-        assert {int(number) for own, _ in found for number in own[:, 0]} == set(range(100))
+        assert {int(number) for own, _ in actual for number in own[:, 0]} == set(range(100))
     with RemoteBuffer(partial(ZBuffer, 100, 4), **NO_CPUS) as vectors:
         vectors.add(torch.ones(10, 4))
         assert torch.equal(vectors.sample(20), torch.ones(20, 4))
@@ -63,20 +63,20 @@ def test_ids_of_items_are_unique_across_shards_and_updates_reach_their_shard(clu
         uniform.push(items(0, 20))
         uniform.extend(items(20, 20))
         uniform.flush()
-        found = uniform.sample(12) + uniform.sample(16)
-        assert len(found) == 28 and len(numbers(found)) == 28
-        assert len({item["replay_unique_id"] for item in found}) == len(set(numbers(found)))
+        actual = uniform.sample(12) + uniform.sample(16)
+        assert len(actual) == 28 and len(numbers(actual)) == 28
+        assert len({item["replay_unique_id"] for item in actual}) == len(set(numbers(actual)))
 
     make = partial(AdvancedReplayBuffer, 100, min_sample_ratio=0, eps=0)
     with RemoteBuffer(make, 2, **NOW) as prioritized:
         for first in (0, 20):
             prioritized.push(items(first, 20))
         prioritized.flush()
-        found = prioritized.sample(600)
-        assert set(numbers(found)) == set(range(40))
-        ids = [item["replay_unique_id"] for item in found]
+        actual = prioritized.sample(600)
+        assert set(numbers(actual)) == set(range(40))
+        ids = [item["replay_unique_id"] for item in actual]
         prioritized.update(
-            {"replay_unique_id": ids, "priority": [n % 10 == 3 for n in numbers(found)]}
+            {"replay_unique_id": ids, "priority": [n % 10 == 3 for n in numbers(actual)]}
         )
         prioritized.flush()
         assert set(numbers(prioritized.sample(200))) == {3, 13, 23, 33}
@@ -129,8 +129,8 @@ def test_a_buffer_manager_has_one_shard(cluster: Any) -> None:
         manager.push_data(items(0, 20), "near")
         manager.push_data(items(50, 20), "far")
         assert len(manager) == 40
-        found = numbers(manager.sample(40))
-        assert abs(sum(number < 50 for number in found) - 30) <= 2
+        actual = numbers(manager.sample(40))
+        assert abs(sum(number < 50 for number in actual) - 30) <= 2
         assert max(numbers(manager.sample({"near": 5})["near"])) < 20
         ids = {name: part[2] for name, part in manager.sample_tensors(400).items()}
         seen = {name: (part % 20 == 7).float() for name, part in ids.items()}

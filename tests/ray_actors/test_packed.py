@@ -44,13 +44,13 @@ def test_packed_trees_are_restored_unchanged() -> None:
             {"leaf": torch.ones(2)},
         ],
     }
-    found = sent(tree)
+    actual = sent(tree)
     assert (
-        list(found) == list(tree)
-        and found["rest"][1:4] == [None, "text", 3]
-        and found["rest"][4].tolist() == ["x"]
+        list(actual) == list(tree)
+        and actual["rest"][1:4] == [None, "text", 3]
+        and actual["rest"][4].tolist() == ["x"]
     )
-    assert isinstance(found["rest"][0], np.ndarray) and found["rest"][0].tolist() == [
+    assert isinstance(actual["rest"][0], np.ndarray) and actual["rest"][0].tolist() == [
         5,
         4,
         3,
@@ -58,10 +58,10 @@ def test_packed_trees_are_restored_unchanged() -> None:
         1,
         0,
     ]
-    pairs = [(found["columns"][name], leaf) for name, leaf in tree["columns"].items()]
+    pairs = [(actual["columns"][name], leaf) for name, leaf in tree["columns"].items()]
     pairs += [
-        *zip(found["views"], tree["views"], strict=True),
-        (found["rest"][5]["leaf"], torch.ones(2)),
+        *zip(actual["views"], tree["views"], strict=True),
+        (actual["rest"][5]["leaf"], torch.ones(2)),
     ]
     for mine, leaf in pairs:
         assert mine.dtype == leaf.dtype and mine.shape == leaf.shape and torch.equal(mine, leaf)
@@ -79,7 +79,7 @@ def test_a_sample_is_one_buffer_and_a_small_view_of_a_large_tensor_is_copied() -
     buffers = pack(buffer.sample(64))[0]
     assert len(buffers) == 1 and buffers[0].nbytes <= 64 * (20 + 3 + 8 + 8)
     large = torch.zeros(1 << 20)
-    assert sum(one.nbytes for one in pack([large[:2], large[-2:]])[0]) < 100
+    assert sum(item.nbytes for item in pack([large[:2], large[-2:]])[0]) < 100
 
 
 def test_parts_are_joined_along_the_first_axis() -> None:

@@ -15,9 +15,9 @@ from tests.examples.running import run
 
 def test_two_workers_share_a_pass_and_resume_from_their_checkpoint(tmp_path: Path) -> None:
     text = run(tmp_path, "ray_train.py")
-    found = re.search(
+    actual = re.search(
         r"(\d+) frames recorded; workers read \[(\d+), (\d+)\], 320 before the break", text
     )
-    assert found is not None and "each frame once: True" in text
-    num_frames, *shares = map(int, found.groups())
+    assert actual is not None and "each frame once: True" in text
+    num_frames, *shares = map(int, actual.groups())
     assert sum(shares) == num_frames and min(shares) > 0.4 * num_frames

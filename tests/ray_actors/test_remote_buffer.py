@@ -37,11 +37,11 @@ def test_samples_have_whole_rows_of_any_buffer_in_any_number_of_replies(cluster:
         buffer.extend(rows(0, 30))
         buffer.extend(rows(30, 30))
         drawn = [check_rows(buffer.sample(16 if draw % 2 else 64)) for draw in range(12)]
-        assert len({tuple(one) for one in drawn}) == 12 and [len(one) for one in drawn] == 6 * [
+        assert len({tuple(item) for item in drawn}) == 12 and [len(item) for item in drawn] == 6 * [
             64,
             16,
         ]
-        assert {number for one in drawn for number in one} == set(range(60)) and len(buffer) == 60
+        assert {number for item in drawn for number in item} == set(range(60)) and len(buffer) == 60
         sample = buffer.sample(batch_size=5)
         sample["number"] += 1  # a copy
         with pytest.raises(AttributeError, match=r"call\('clear', \.\.\.\)"):
@@ -178,7 +178,7 @@ def test_collectors_in_other_processes_push_while_actors_are_killed_and_one_of_t
     }
     with RemoteBuffer(MAKE, 2, **options) as buffer:
         dying = collect.options(max_retries=0).remote(buffer, 0, 5, ends=False)
-        collectors = [collect.remote(buffer, 10_000 * one, 40) for one in (1, 2)]
+        collectors = [collect.remote(buffer, 10_000 * item, 40) for item in (1, 2)]
         with pytest.raises(cluster.exceptions.WorkerCrashedError):
             cluster.get(dying)
         buffer.checkpoint()
@@ -187,7 +187,7 @@ def test_collectors_in_other_processes_push_while_actors_are_killed_and_one_of_t
             time.sleep(0.2)
         assert cluster.get(collectors) == [40, 40]
         expected = [range(250), range(10_000, 12_000), range(20_000, 22_000)]
-        assert held(buffer) == [number for one in expected for number in one]
+        assert held(buffer) == [number for item in expected for number in item]
 
 
 def test_without_checkpoints_a_killed_actor_raises_and_a_stopped_actor_times_out(
@@ -226,9 +226,9 @@ def test_rates_and_staleness_are_bounded(cluster: Any) -> None:
             buffer.extend(of_version(version))
             buffer.flush()
             buffer.set_version(version)
-            found = buffer.sample(100)["policy_version"]
-            assert found.shape == (100, 1) and {max(0, version - 1), version} == set(
-                found.flatten().tolist()
+            actual = buffer.sample(100)["policy_version"]
+            assert actual.shape == (100, 1) and {max(0, version - 1), version} == set(
+                actual.flatten().tolist()
             )
         buffer.set_version(9)
         with pytest.raises(BufferEmptyError, match="policy version 8 or later"):

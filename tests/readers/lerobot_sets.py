@@ -75,13 +75,13 @@ def check_set(kind: Any, folder: Path, version: str) -> None:
         "tests/set", root=folder / "set", delta_timestamps={"action": [0, 1 / FPS, 2 / FPS]}
     )
     assert chunks[0]["action"][:, 0].tolist() == [0, 1, 2]
-    one = kind("tests/set", root=folder / "set", episodes=[1])
-    assert len(one) == LENGTHS[1]
+    entry = kind("tests/set", root=folder / "set", episodes=[1])
+    assert len(entry) == LENGTHS[1]
 
 
 def check_statistics(kind: Any, folder: Path, names: tuple[str, ...]) -> None:
     """Compare the statistics of LeRobot's class with those of the frames, after `check_set`."""
-    found = kind("tests/set", root=folder / "set").meta.stats
+    actual = kind("tests/set", root=folder / "set").meta.stats
     frames = [
         10 * episode + frame for episode, length in enumerate(LENGTHS) for frame in range(length)
     ]
@@ -93,7 +93,7 @@ def check_statistics(kind: Any, folder: Path, names: tuple[str, ...]) -> None:
     }
     expected |= {"q01": np.quantile(frames, 0.01), "q99": np.quantile(frames, 0.99)}
     for name in names:
-        np.testing.assert_allclose(found["action"][name], [expected[name]] * 2, rtol=1e-6)
+        np.testing.assert_allclose(actual["action"][name], [expected[name]] * 2, rtol=1e-6)
     assert {
         "timestamp",
         "frame_index",
@@ -101,7 +101,7 @@ def check_statistics(kind: Any, folder: Path, names: tuple[str, ...]) -> None:
         "index",
         "task_index",
         "next.done",
-    } <= found.keys()
+    } <= actual.keys()
 
 
 def check_gaps(kind: Any, folder: Path, version: str) -> None:
@@ -142,21 +142,21 @@ def check_gaps(kind: Any, folder: Path, version: str) -> None:
         )
     np.testing.assert_allclose(
         read.meta.stats["observation.low"]["mean"],
-        np.concatenate([one["observation/low"] for one in source]).mean(0),
+        np.concatenate([entry["observation/low"] for entry in source]).mean(0),
     )
 
 
 def moving(episode: int, length: int) -> dict[str, np.ndarray]:
     """Return smooth pictures of two cameras, `[length, 48, 64, 3]` uint8, which differ from frame to frame."""
     y, x = np.mgrid[:48, :64]
-    found = {}
+    result = {}
     for place, camera in enumerate(CAMERAS):
         frames = [
             np.stack([2 * y + 10 * frame, x + 60 * place, y + 40 * episode], -1)
             for frame in range(length)
         ]
-        found[camera] = np.array(frames).clip(0, 255).astype(np.uint8)
-    return found
+        result[camera] = np.array(frames).clip(0, 255).astype(np.uint8)
+    return result
 
 
 def decode(
@@ -168,12 +168,12 @@ def decode(
         frames = {
             frame.time: frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)
         }
-    found = []
+    result = []
     for time_s in times_s:
-        nearest = min(frames, key=lambda one: abs(one - time_s))
+        nearest = min(frames, key=lambda item: abs(item - time_s))
         assert abs(nearest - time_s) < tolerance_s, (nearest, time_s)
-        found.append(torch.from_numpy(frames[nearest]).permute(2, 0, 1).float() / 255)
-    return torch.stack(found)
+        result.append(torch.from_numpy(frames[nearest]).permute(2, 0, 1).float() / 255)
+    return torch.stack(result)
 
 
 def check_video(kind: Any, folder: Path, version: str) -> None:

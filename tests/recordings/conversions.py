@@ -93,7 +93,9 @@ def stop_after_three(source: Path, target: Path, name: str, **options: Any) -> N
 
 def content(path: Path) -> dict[str, bytes]:
     """Read all files of a target, and the files beside it that belong to it."""
-    return {str(one): one.read_bytes() for one in sorted(path.parent.rglob("*")) if one.is_file()}
+    return {
+        str(item): item.read_bytes() for item in sorted(path.parent.rglob("*")) if item.is_file()
+    }
 
 
 def values(path: Path) -> list[str]:
@@ -102,7 +104,7 @@ def values(path: Path) -> list[str]:
 
     Values are compared as texts, so that NaN equals NaN.
     """
-    found = []
+    result = []
     for episode in rollout_data.open(path):
         names = [*episode.schema, *episode.texts]
         about: dict[str, Any] = {name: np.asarray(episode.read(name)).tolist() for name in names}
@@ -116,8 +118,8 @@ def values(path: Path) -> list[str]:
             if key not in ("writer", "end_time_ns", "env")
         }
         about["metadata"] = {key: np.asarray(value).tolist() for key, value in metadata.items()}
-        found.append(repr(about))
-    return found
+        result.append(repr(about))
+    return result
 
 
 def remove_note(path: Path, name: str) -> None:

@@ -81,9 +81,9 @@ def test_block_files_converted_to_block_files_are_equal_in_every_bit(tmp_path):
         assert_same(mine, theirs)
     for name in ("length", "return", "ends", "success", "task", "time", "env"):
         np.testing.assert_array_equal(ours.table[name], again.table[name])
-    one, two = (RolloutDataset(tmp_path / name, 1, device="cpu").get_batch(12) for name in "ab")
+    item, two = (RolloutDataset(tmp_path / name, 1, device="cpu").get_batch(12) for name in "ab")
     for name in ("observation", "action", "reward", "done", "timeout", "next_observation"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+        np.testing.assert_array_equal(getattr(item, name), getattr(two, name))
 
 
 def test_unknown_ends_stay_unknown_in_streams_of_the_result(tmp_path):
@@ -101,7 +101,7 @@ def test_an_interrupted_conversion_is_resumed(tmp_path):
     done = convert(source, tmp_path / "own")
     assert (done.num_episodes, done.num_present) == (3, 2)
     ours = rollout_data.open(tmp_path / "own")
-    assert sorted(one.metadata["id"] for one in ours) == ["demo_0", "demo_1", "demo_2"]
+    assert sorted(item.metadata["id"] for item in ours) == ["demo_0", "demo_1", "demo_2"]
     assert convert(source, tmp_path / "own").num_present == 3
     assert set(before) < set((tmp_path / "own").glob("rollout_*.h5"))
 

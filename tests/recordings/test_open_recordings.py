@@ -99,7 +99,7 @@ def test_edits_and_writers_change_an_open_recording_only_when_it_is_refreshed(
     keep(walk, ["a:0", "a:2", "a:3"])
     record(walk, [3, 4], writer_name="later")
     assert seen(recording) == before and recording[0].metadata["reviewer"] == "ada"
-    assert [one[0] for one in seen(chosen)] == ["a:0", "a:1", "a:3"]
+    assert [item[0] for item in seen(chosen)] == ["a:0", "a:1", "a:3"]
     assert recording.refresh() is recording and recording.ids == [
         "a:0",
         "a:2",
@@ -305,7 +305,7 @@ def check_consumers(
     """Compare the results of each consumer of a recording with the rows, tasks and statistics of
     another recording.
     """
-    expected, lengths = rows_of(before), [len(one) for one in before]
+    expected, lengths = rows_of(before), [len(item) for item in before]
     merge([recording], tmp_path / "merged")
     assert rows_of(rollout_data.open(tmp_path / "merged")) == expected
     parts = split(recording, {"a": 0.5, "b": 0.5}, tmp_path / "parts")
@@ -318,16 +318,18 @@ def check_consumers(
     convert(recording, tmp_path / "converted", progress=False)
     assert rows_of(rollout_data.open(tmp_path / "converted")) == expected
     options = {"device": "cpu", "num_transitions_per_env": 4, "texts": True}
-    dataset, other = (rollout_data.RolloutDataset(one, 1, **options) for one in (recording, before))
+    dataset, other = (
+        rollout_data.RolloutDataset(item, 1, **options) for item in (recording, before)
+    )
     assert played(dataset) == played(other) and set(dataset.texts.values()) == set(
         other.texts.values()
     )
     windows = rollout_data.WindowDataset(recording, texts=True)
     assert len(windows) == sum(lengths)
-    assert set(windows.texts.values()) == {"", *(one.task for one in before)}
-    found, wanted = recording.statistics(progress=False), before.statistics(progress=False)
-    assert found["action"].num_frames == wanted["action"].num_frames
-    np.testing.assert_array_equal(found["action"].mean, wanted["action"].mean)
+    assert set(windows.texts.values()) == {"", *(item.task for item in before)}
+    actual, wanted = recording.statistics(progress=False), before.statistics(progress=False)
+    assert actual["action"].num_frames == wanted["action"].num_frames
+    np.testing.assert_array_equal(actual["action"].mean, wanted["action"].mean)
     assert rows_of(pickle.loads(pickle.dumps(recording))) == expected
     assert rows_of(rollout_data.open(recording)) == expected
     assert recording.table["length"].tolist() == lengths
@@ -420,13 +422,13 @@ def test_replaced_or_removed_files_of_other_formats_raise(
     def check(actions: Callable[[], Any]) -> None:
         """Check that actions are those of the opened files, or that an error names the files."""
         try:
-            found = np.asarray(actions())
+            actual = np.asarray(actions())
         except DataFileError as error:
             assert str(path) in str(error)
         except MissingFolderError:
             assert not is_replaced
         else:
-            assert (found == 1).all()
+            assert (actual == 1).all()
 
     for place in range(2):
         check(lambda place=place: recording[place].action)
@@ -485,7 +487,7 @@ def test_a_trajectory_that_grew_after_opening_keeps_its_length(tmp_path: Path) -
                 observation=row, action=row, reward=row[:, 0], done=np.array([step in (3, 11)])
             )
     before = rollout_data.open(tmp_path / "before")
-    assert [len(episode) for episode in recording] == [len(one) for one in before] == [4, 6]
+    assert [len(episode) for episode in recording] == [len(item) for item in before] == [4, 6]
     assert [len(episode) for episode in rollout_data.open(path)] == [4, 8]
     check_consumers(recording, before, tmp_path)
 
@@ -495,7 +497,7 @@ def test_a_dataset_of_an_open_recording_ignores_changes_and_a_dataset_of_its_pat
 ) -> None:
     options = {"device": "cpu", "num_transitions_per_env": 4}
     of_recording, of_path = (
-        rollout_data.RolloutDataset(one, 1, **options) for one in (rollout_data.open(walk), walk)
+        rollout_data.RolloutDataset(item, 1, **options) for item in (rollout_data.open(walk), walk)
     )
     before = played(of_recording)
     assert played(of_path) == before
@@ -516,8 +518,8 @@ def test_workers_read_the_windows_of_the_snapshot(walk: Path) -> None:
     loader = torch.utils.data.DataLoader(
         windows, batch_size=None, num_workers=1, multiprocessing_context="spawn"
     )
-    for found, wanted in zip(loader, expected, strict=True):
-        assert torch.equal(found["action"], wanted)
+    for actual, wanted in zip(loader, expected, strict=True):
+        assert torch.equal(actual["action"], wanted)
 
 
 def test_two_snapshots_of_one_folder_are_read_side_by_side(walk: Path, tmp_path: Path) -> None:
@@ -525,7 +527,7 @@ def test_two_snapshots_of_one_folder_are_read_side_by_side(walk: Path, tmp_path:
     record(walk, [3, 4], writer_name="later")
     later = rollout_data.open(walk)
     record(walk, [5], writer_name="last")
-    num_frames = sum(len(one) for one in earlier) + sum(len(one) for one in later)
+    num_frames = sum(len(item) for item in earlier) + sum(len(item) for item in later)
     assert len(rollout_data.WindowDataset([earlier, later])) == num_frames
     assert merge([earlier, later], tmp_path / "merged").num_trajectories == 12
 

@@ -214,10 +214,10 @@ def test_a_pickled_recording_is_equal_in_another_process(demos):
 def test_statistics_are_kept_in_the_users_cache_folder_only(demos, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = sorted(tmp_path.iterdir())
-    found = demos.select(["demo_0", "demo_10"]).statistics(progress=False)
+    actual = demos.select(["demo_0", "demo_10"]).statistics(progress=False)
     values = np.concatenate([state(0, 3), state(10, 4)])
-    np.testing.assert_allclose(found["observation/low"].mean, values.mean(0))
-    assert found["action"].num_frames == 7
+    np.testing.assert_allclose(actual["observation/low"].mean, values.mean(0))
+    assert actual["action"].num_frames == 7
     assert sorted(path for path in tmp_path.iterdir() if path.name != "cache") == before
     assert list((tmp_path / "cache").rglob("*.npz"))
 

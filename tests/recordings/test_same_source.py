@@ -379,13 +379,13 @@ def test_a_concurrent_conversion_into_the_same_target_raises_at_once(tmp_path, n
         return read(self, *arguments, **options)
 
     def in_thread():
-        found = []
+        result = []
         thread = threading.Thread(
-            target=lambda: found.append(message_of(lambda: convert(source, tmp_path, name)))
+            target=lambda: result.append(message_of(lambda: convert(source, tmp_path, name)))
         )
         thread.start()
         thread.join()
-        raise UsageError(message=found[0])
+        raise UsageError(message=result[0])
 
     def in_other_process():
         status = in_child(lambda: convert(source, tmp_path, name))
@@ -395,7 +395,7 @@ def test_a_concurrent_conversion_into_the_same_target_raises_at_once(tmp_path, n
 
     with mock.patch.object(Episode, "read", second):
         done = convert(source, tmp_path, name)
-    assert len(refused) == 3 and all("another process or thread" in one for one in refused)
+    assert len(refused) == 3 and all("another process or thread" in item for item in refused)
     assert (done.num_episodes, done.num_present) == (6, 0)
     assert len(rollout_data.open(place(tmp_path, name))) == 6
     assert [path.name for path in place(tmp_path, name).parent.glob(".*")] == []
@@ -584,36 +584,40 @@ def hostile_notes(text: str) -> dict[str, str]:
         "left out are lists": {"left_out": [[1]]},
         "left out is a number": {"left_out": 7},
         "the source is a number": {"source": 3},
-        "lengths are huge": {"episodes": [{**one, "length": 10**30} for one in about["episodes"]]},
-        "lengths are negative": {"episodes": [{**one, "length": -1} for one in about["episodes"]]},
-        "lengths are NaN": {
-            "episodes": [{**one, "length": float("nan")} for one in about["episodes"]]
+        "lengths are huge": {
+            "episodes": [{**item, "length": 10**30} for item in about["episodes"]]
         },
-        "ids are equal": {"episodes": [{**one, "id": "demo_0"} for one in about["episodes"]]},
+        "lengths are negative": {
+            "episodes": [{**item, "length": -1} for item in about["episodes"]]
+        },
+        "lengths are NaN": {
+            "episodes": [{**item, "length": float("nan")} for item in about["episodes"]]
+        },
+        "ids are equal": {"episodes": [{**item, "id": "demo_0"} for item in about["episodes"]]},
         "options are nested": {
             "options": {**about["options"], "x": json.loads("[" * 400 + "]" * 400)}
         },
     }
-    found = {
+    actual = {
         name: "\n".join([json.dumps({**about, **part}), *lines]) + "\n"
         for name, part in changed.items()
     }
-    found["a repeated name"] = "\n".join([f'{{"format": "other", {first[1:]}', *lines]) + "\n"
-    found["deep"] = f'{{"rollout_conversion": 1, "options": {deep}}}\n'
-    found["a long number"] = '{"rollout_conversion": ' + "1" * 10_000 + "}\n"
-    found["no text"] = "\0" * 100
+    actual["a repeated name"] = "\n".join([f'{{"format": "other", {first[1:]}', *lines]) + "\n"
+    actual["deep"] = f'{{"rollout_conversion": 1, "options": {deep}}}\n'
+    actual["a long number"] = '{"rollout_conversion": ' + "1" * 10_000 + "}\n"
+    actual["no text"] = "\0" * 100
     sums = json.dumps(
         {"episode": "demo_0", "rows": {"action": "0"}, "files": {"../../etc/passwd": [1, "0", 1]}}
     )
-    found["a file outside"] = "\n".join([first, *lines, sums]) + "\n"
-    found["a size that is a text"] = (
+    actual["a file outside"] = "\n".join([first, *lines, sums]) + "\n"
+    actual["a size that is a text"] = (
         "\n".join([first, *lines, '{"files": {"a": ["1", "0", 1]}}']) + "\n"
     )
-    found["a huge size"] = (
+    actual["a huge size"] = (
         "\n".join([first, *lines, f'{{"files": {{"a": [{10**40}, "0", {10**40}]}}}}']) + "\n"
     )
-    found["deep lines"] = "\n".join([first, *lines, f'{{"files": {deep}}}']) + "\n"
-    return found
+    actual["deep lines"] = "\n".join([first, *lines, f'{{"files": {deep}}}']) + "\n"
+    return actual
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in IN_HDF5])

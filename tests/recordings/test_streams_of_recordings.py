@@ -78,19 +78,21 @@ def whole(numbers: Any) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("shuffles", [False, True])
 def test_every_frame_is_delivered_once_and_in_order(tmp_path, num_envs, shuffles):
-    found = delivered(stream(demos(tmp_path), num_envs, random_shuffle_traj_order=shuffles))
-    assert sorted(found) == whole(range(len(LENGTHS)))
-    assert shuffles or num_envs > 1 or found == whole(range(len(LENGTHS)))
+    actual = delivered(stream(demos(tmp_path), num_envs, random_shuffle_traj_order=shuffles))
+    assert sorted(actual) == whole(range(len(LENGTHS)))
+    assert shuffles or num_envs > 1 or actual == whole(range(len(LENGTHS)))
 
 
 def test_workers_deliver_the_same_batches_as_one_process(tmp_path):
     recording = rollout_data.open(demos(tmp_path))[1:]
-    one = [batch.action for batch in stream(recording, 2, num_transitions_per_env=2)]
+    item = [batch.action for batch in stream(recording, 2, num_transitions_per_env=2)]
     many = [
         batch.action
         for batch in rollout_data.loader(stream(recording, 2, num_transitions_per_env=2), 2)
     ]
-    assert len(one) == len(many) and all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+    assert len(item) == len(many) and all(
+        torch.equal(a, b) for a, b in zip(item, many, strict=True)
+    )
 
 
 def test_a_spawned_worker_ends_without_an_error(tmp_path, capfd):
@@ -159,32 +161,32 @@ def test_windows_equal_the_rows_of_their_episodes(tmp_path):
         path, 2, delta={"observation": [-1, 0], "action": range(2)}, padding="repeat"
     )
     assert len(windows) == sum(LENGTHS)
-    found = windows.read(
+    actual = windows.read(
         np.arange(len(windows)), lambda shape, dtype: torch.empty(shape, dtype=dtype)
     )
     anchors = [(number, length, t) for number, length in enumerate(LENGTHS) for t in range(length)]
     actions = [action(number, length)[[t, min(t + 1, length - 1)]] for number, length, t in anchors]
-    np.testing.assert_array_equal(found["action"], actions)
+    np.testing.assert_array_equal(actual["action"], actions)
 
 
 def test_lists_and_mixtures_accept_paths_and_recordings(tmp_path):
-    one = write_demos(tmp_path / "one.hdf5", [2, 3])
+    item = write_demos(tmp_path / "one.hdf5", [2, 3])
     two = rollout_data.open(write_demos(tmp_path / "two.hdf5", {2: 4, 4: 6}))
-    batch = stream([one, two[1:]]).get_batch(11)
+    batch = stream([item, two[1:]]).get_batch(11)
     np.testing.assert_array_equal(
         batch.action[:, 0, 0], [*action(0, 2)[:, 0], *action(1, 3)[:, 0], *action(4, 6)[:, 0]]
     )
-    mixture = WindowMixture([one, two[1:], WindowDataset(two[:1], 2)], [1, 2, 1], length=2)
+    mixture = WindowMixture([item, two[1:], WindowDataset(two[:1], 2)], [1, 2, 1], length=2)
     assert [len(member) for member in mixture.datasets] == [3, 5, 3] and len(mixture) == 11
     np.testing.assert_array_equal(mixture[3]["action"], action(4, 2))
-    assert len(WindowMixture(two)) == 10 and len(WindowMixture(str(one), length=2)) == 3
+    assert len(WindowMixture(two)) == 10 and len(WindowMixture(str(item), length=2)) == 3
     with pytest.raises(
         UsageError, match="the options length are not used, since all datasets are open"
     ):
         WindowMixture(mixture.datasets, length=2)
     recorded(tmp_path / "own")
     with pytest.raises(UsageError, match="the folders have different formats"):
-        stream([one, tmp_path / "own"]).get_batch()
+        stream([item, tmp_path / "own"]).get_batch()
 
 
 # Episodes that differ

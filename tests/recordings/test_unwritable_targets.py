@@ -97,7 +97,7 @@ def test_merge_and_split_raise_with_the_path_of_an_unwritable_target(tmp_path):
     (tmp_path / "file").touch()
     for act in (
         rollout_data.merge,
-        lambda one, out: rollout_data.split(one[0], {"a": 0.5, "b": 0.5}, out),
+        lambda item, out: rollout_data.split(item[0], {"a": 0.5, "b": 0.5}, out),
     ):
         with pytest.raises(TargetError, match=r"/file/made'"):
             act([source], tmp_path / "file" / "made")

@@ -80,9 +80,9 @@ def rows(batches):
 
 def skipped(url):
     windows = WindowDataset(url, 4, stride=4, remote=REMOTE, on_error="skip")
-    found = sorted(batch["action"].tolist() for batch in WindowLoader(windows, 8))
+    actual = sorted(batch["action"].tolist() for batch in WindowLoader(windows, 8))
     assert windows.num_lost_windows == 0
-    return found
+    return actual
 
 
 def commanded(capsys, *words):

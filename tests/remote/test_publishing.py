@@ -72,7 +72,7 @@ def test_a_pushed_recording_has_its_tasks_and_texts(tmp_path):
                 reward=torch.zeros(2),
                 done=torch.tensor([t == 3, t == 3]),
                 instruction=texts,
-                episode=[{"task": one, "seed": 7} for one in texts] if t == 0 else None,
+                episode=[{"task": item, "seed": 7} for item in texts] if t == 0 else None,
             )
     push(tmp_path / "told", "memory://told")
     near, far = rollout_data.open(tmp_path / "told"), rollout_data.open("memory://told")
@@ -108,10 +108,10 @@ def test_a_killed_upload_leaves_whole_blocks_and_the_next_push_completes_it(fold
     store_at(tmp_path, "store")
     # More than are uploaded at once
     pushed_until_killed(folder, "store://walk", len(blocks), ".h5")
-    found = {path.name: path.read_bytes() for path in (tmp_path / "walk").glob("*.h5")}
+    actual = {path.name: path.read_bytes() for path in (tmp_path / "walk").glob("*.h5")}
     assert not (tmp_path / "walk" / "metadata.json").exists()
-    assert 0 < len(found) < len(blocks) and found.items() <= blocks.items()
-    assert push(folder, "store://walk") == len(blocks) - len(found)
+    assert 0 < len(actual) < len(blocks) and actual.items() <= blocks.items()
+    assert push(folder, "store://walk") == len(blocks) - len(actual)
     check_epoch(WindowDataset(folder, 4), far_windows("store://walk"))
 
 
@@ -174,9 +174,9 @@ def test_another_file_of_the_same_name_is_never_replaced(folder, tmp_path):
     fsspec.filesystem("memory").pipe_file(f"/taken/{path.name}", b"something else")
     with pytest.raises(DataFileError, match="exists and has other content than the block"):
         push(other, url)
-    found = there("taken")
-    assert {name: found[name] for name in before} == {**before, path.name: b"something else"}
-    assert f"{path.name}.sums" not in found
+    actual = there("taken")
+    assert {name: actual[name] for name in before} == {**before, path.name: b"something else"}
+    assert f"{path.name}.sums" not in actual
 
 
 def test_other_fields_and_damaged_blocks_and_empty_folders_are_refused_before_anything_is_sent(

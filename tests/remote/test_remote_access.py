@@ -98,7 +98,7 @@ def test_a_denied_request_raises_one_error_and_is_not_retried(folder, moment, er
     far.get_batch(3), next(batches)
     is_listing = moment == "listing"
     refused = refuse(error, lambda path, start, stop: (stop is None) == is_listing)
-    with warnings.catch_warnings(), pytest.raises(AccessError, match=EXPIRED) as found:
+    with warnings.catch_warnings(), pytest.raises(AccessError, match=EXPIRED) as actual:
         warnings.simplefilter("error")
         if moment == "windows":
             list(batches)
@@ -106,7 +106,7 @@ def test_a_denied_request_raises_one_error_and_is_not_retried(folder, moment, er
             drain(far, 5)
         else:
             played(url).get_batch(3)
-    assert isinstance(found.value, DataFileError) and "Renew the credentials" in str(found.value)
+    assert isinstance(actual.value, DataFileError) and "Renew the credentials" in str(actual.value)
     assert len(set(refused)) == len(refused) > 0
     assert far.num_lost_trajectories == 0 and far.problems == []
 
@@ -124,9 +124,9 @@ def test_credentials_that_expire_end_a_stream_of_any_length_and_new_ones_continu
     url = lagging(folder)
     far, near = (
         RolloutDataset(
-            one, 2, loops, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options
+            item, 2, loops, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options
         )
-        for one in (url, folder)
+        for item in (url, folder)
     )
     far.get_batch(5), near.get_batch(5)
     refuse(REFUSALS["permission"])

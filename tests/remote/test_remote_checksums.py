@@ -92,7 +92,7 @@ def test_wrong_bytes_of_a_response_raise_and_are_never_returned(
     if way == "playback":
         far.get_batch(1)
     Lying.lie = staticmethod(LIES[lie])
-    with warnings.catch_warnings(), pytest.raises((DataFileError, ValueError)) as found:
+    with warnings.catch_warnings(), pytest.raises((DataFileError, ValueError)) as actual:
         warnings.simplefilter("ignore")
         if way == "windows":
             list(WindowLoader(windows, 16))
@@ -101,7 +101,7 @@ def test_wrong_bytes_of_a_response_raise_and_are_never_returned(
         else:
             WindowDataset("lying://walk", 4, remote=options, verify_on_open=way == "verify")
     if way in ("windows", "playback"):
-        assert "checksum" in str(found.value) and "rollout_" in str(found.value)
+        assert "checksum" in str(actual.value) and "rollout_" in str(actual.value)
 
 
 @pytest.mark.each_value

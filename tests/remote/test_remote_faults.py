@@ -145,13 +145,13 @@ def test_rows_dropped_by_another_thread_are_requested_again(folder):
     rows = Rows(trajectories[:1], zero, zero + 1, zero)
     runs = frames.locate(rows)
     name, column = next(iter(frames.layouts["data"].columns.items()))
-    expected, found = (torch.zeros(1, column.row_bytes // 4, dtype=torch.int32) for _ in range(2))
+    expected, actual = (torch.zeros(1, column.row_bytes // 4, dtype=torch.int32) for _ in range(2))
     frames.read_rows(rows, 1, {name: expected})
     is_asked, may_answer = threading.Event(), threading.Event()
     fail_by(lambda *request: (is_asked.set(), may_answer.wait(60)))
     stock = Stock(frames, ("data", name), runs)
     reader = threading.Thread(
-        target=lambda: found.fill_(-1) if len(stock.copy(runs, 1, found).row) else None
+        target=lambda: actual.fill_(-1) if len(stock.copy(runs, 1, actual).row) else None
     )
     is_asked.wait(60)
     reader.start()
@@ -159,7 +159,7 @@ def test_rows_dropped_by_another_thread_are_requested_again(folder):
     reader.join(60)
     may_answer.set()
     fail_by(lambda *request: None)
-    assert bool((found == -1).all()) or torch.equal(found, expected)
+    assert bool((actual == -1).all()) or torch.equal(actual, expected)
 
 
 def test_a_file_that_is_shorter_than_it_was_listed_is_damage(folder, tmp_path):

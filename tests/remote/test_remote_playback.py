@@ -20,8 +20,8 @@ def folder(tmp_path_factory):
 
 
 def equal(first, second) -> bool:
-    one, two = first.tensors(), second.tensors()
-    return one.keys() == two.keys() and all(_equal(one[name], two[name]) for name in one)
+    item, two = first.tensors(), second.tensors()
+    return item.keys() == two.keys() and all(_equal(item[name], two[name]) for name in item)
 
 
 def _equal(one, two) -> bool:

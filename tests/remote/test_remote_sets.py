@@ -95,8 +95,8 @@ def test_a_set_at_a_url_equals_the_local_set(own, tmp_path, form):
         for name in ("action",)
     )
     batches = (
-        RolloutDataset(one, 2, device="cpu").get_batch(4)
-        for one in (path, url, rollout_data.open(url))
+        RolloutDataset(item, 2, device="cpu").get_batch(4)
+        for item in (path, url, rollout_data.open(url))
     )
     first, *others = (batch.observation for batch in batches)
     assert all((first == other).all() for other in others)
@@ -189,12 +189,12 @@ class Recursive(LaggingFileSystem):
         name = self._answer(path, None, None)
         if (self.root / name).is_file():
             raise NotADirectoryError(name)
-        found = []
-        for one in sorted((self.root / name).iterdir()):
-            kind = "directory" if one.is_dir() else "file"
-            found.append({"name": f"{name}/{one.name}", "size": one.stat().st_size, "mtime": one.stat().st_mtime_ns,
+        result = []
+        for item in sorted((self.root / name).iterdir()):
+            kind = "directory" if item.is_dir() else "file"
+            result.append({"name": f"{name}/{item.name}", "size": item.stat().st_size, "mtime": item.stat().st_mtime_ns,
                           "type": kind})  # fmt: skip
-        return found if detail else [entry["name"] for entry in found]
+        return result if detail else [entry["name"] for entry in result]
 
 
 class Stamped(Recursive):
@@ -433,10 +433,10 @@ def test_errors_of_damaged_files_name_the_url(own, tmp_path, cache, form):
     damaged = path if path.is_file() else next(path.glob("data/**/*.parquet"))
     damaged.write_bytes(damaged.read_bytes()[:-200])
     url = at_url(path, f"damaged/{path.name}")
-    far = outcome(lambda one, out: (read(one), rollout_data.open(one).problems), url, tmp_path)
+    far = outcome(lambda item, out: (read(item), rollout_data.open(item).problems), url, tmp_path)
     assert "PATH" in far and "Error" in far and str(cache) not in far
     assert far == outcome(
-        lambda one, out: (read(one), rollout_data.open(one).problems), path, tmp_path
+        lambda item, out: (read(item), rollout_data.open(item).problems), path, tmp_path
     )
 
 
@@ -455,6 +455,6 @@ def test_a_path_of_a_copy_shows_the_url_and_opens_the_copy(own, tmp_path):
         and len({file, Path(os.fspath(file))}) == 1
     )
     assert {path.name for path in far.iterdir() if path.name[0] != "."} == {
-        one.name for one in path.iterdir()
-    } - {one.name for one in path.glob(".*")}
+        item.name for item in path.iterdir()
+    } - {item.name for item in path.glob(".*")}
     assert {str(path) for path in far.rglob("info.json")} == {str(file)}

@@ -237,9 +237,9 @@ def test_a_url_is_a_path_whose_parts_are_urls():
     url = remote_path("s3://bucket/walk")
     block = url / "rollout_a_000000.h5"
     assert str(block) == os.fspath(block) == "s3://bucket/walk/rollout_a_000000.h5"
-    for one in (block, pickle.loads(pickle.dumps(block))):
-        assert (one, hash(one), one.name) == (block, hash(block), "rollout_a_000000.h5")
-        assert one.parent == url and str(one.parent / "x") == "s3://bucket/walk/x"
+    for item in (block, pickle.loads(pickle.dumps(block))):
+        assert (item, hash(item), item.name) == (block, hash(block), "rollout_a_000000.h5")
+        assert item.parent == url and str(item.parent / "x") == "s3://bucket/walk/x"
 
 
 def test_urls_and_folders_together_are_refused(folder):
@@ -294,7 +294,7 @@ def test_windows_of_a_damaged_row_of_a_pushed_block_are_skipped_and_no_other_mov
         WindowLoader(far_windows("lagging://whole", remote=remote), 8, seed=3, shuffle=shuffle)
     )
     lost = set(range(1002, 1006))
-    expected = [[one for one in batch if one not in lost] for batch in whole]
+    expected = [[item for item in batch if item not in lost] for batch in whole]
     windows = far_windows("lagging://pushed", remote=remote, on_error="skip")
     assert anchors(WindowLoader(windows, 8, seed=3, shuffle=shuffle)) == expected
     assert windows.num_lost_windows == len(lost)
@@ -307,6 +307,6 @@ def test_windows_of_a_damaged_row_of_a_pushed_block_are_skipped_and_no_other_mov
 def test_damaged_rows_raise_in_every_order_of_reading(damaged):
     lagging(damaged / "bare")
     windows = far_windows("lagging://bare", on_error="skip", remote={"chunk_bytes": 1 << 20})
-    found = [one for batch in anchors(WindowLoader(windows, 8, shuffle=False)) for one in batch]
-    assert not {1002, 1003, 1004, 1005} & set(found)
-    assert windows.num_lost_windows == len(windows) - len(found)
+    actual = [item for batch in anchors(WindowLoader(windows, 8, shuffle=False)) for item in batch]
+    assert not {1002, 1003, 1004, 1005} & set(actual)
+    assert windows.num_lost_windows == len(windows) - len(actual)

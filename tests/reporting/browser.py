@@ -60,10 +60,10 @@ class Visit:
     def rows(self) -> list[list[str]]:
         """Return the texts of the table rows in the page."""
         script = "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
-        found: list[list[str]] = self.page.eval_on_selector_all(
+        actual: list[list[str]] = self.page.eval_on_selector_all(
             "#rows tbody tr[data-number]", script
         )
-        return found
+        return actual
 
     def numbers(self) -> list[int]:
         """Return the numbers of the trajectories of these rows."""
@@ -80,8 +80,8 @@ class Visit:
         script = (
             "plot => plot.data.map(({name, x, y, yaxis}) => ({name, x: [...x], y: [...y], yaxis}))"
         )
-        found: list[dict[str, Any]] = self.page.eval_on_selector("#view .plot", script)
-        return found
+        actual: list[dict[str, Any]] = self.page.eval_on_selector("#view .plot", script)
+        return actual
 
     def colors(self, selector: str) -> int:
         """Return the number of different colours of a drawn element."""

@@ -10,8 +10,8 @@ from typing import Any
 
 def embedded(page: Path, name: str) -> Any:
     """Return one of the JSON texts of a page."""
-    found = re.search(
+    actual = re.search(
         rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.DOTALL
     )
-    assert found
-    return json.loads(found[1])
+    assert actual
+    return json.loads(actual[1])

@@ -75,8 +75,8 @@ def page(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with started() as found:
-        yield found
+    with started() as actual:
+        yield actual
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +127,10 @@ def test_equal_recordings_have_equal_pages(page: Path, folder: Path) -> None:
 def test_the_dark_page_is_dark_and_readable_and_becomes_light(visit: Visit) -> None:
     def grid() -> str:
         visit.page.wait_for_selector(".chart .plot .main-svg")
-        found = visit.page.eval_on_selector(
+        actual = visit.page.eval_on_selector(
             ".chart .plot:has(.main-svg)", "plot => plot.layout.xaxis.gridcolor"
         )
-        return str(found)
+        return str(actual)
 
     back, ink = visit.page.evaluate(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
@@ -179,10 +179,13 @@ def test_a_finding_opens_its_trajectory_at_its_frames(visit: Visit) -> None:
 def test_the_curves_of_a_row_are_the_data(visit: Visit, folder: Path, number: int) -> None:
     visit.page.fill("[name=text]", rollout_data.open(folder)[number].id)
     visit.page.click(f"tr[data-number='{number}']")
-    found = {curve["name"]: curve for curve in visit.curves()}
+    actual = {curve["name"]: curve for curve in visit.curves()}
     episode = rollout_data.open(folder)[number]
     for place in range(WIDTH):
-        values, shown = episode.observation["state"][:, place], found[f"observation/state[{place}]"]
+        values, shown = (
+            episode.observation["state"][:, place],
+            actual[f"observation/state[{place}]"],
+        )
         assert shown["x"] == list(range(len(values)))
         drawn = np.array([np.nan if value is None else value for value in shown["y"]])
         assert np.nanmin(drawn) == pytest.approx(np.nanmin(values), rel=1e-6)

@@ -71,8 +71,10 @@ def test_a_recording_of_any_format_has_a_page(sample: str, tmp_path: Path) -> No
     has_pictures = any(
         len(field.shape) == 3 and min(field.shape[:2]) >= 8 for field in recording.schema.values()
     )
-    assert not any(one.get("caption", "").startswith(":") for one in content["findings"])
-    assert bool(content["sheet"]) == any(one["pictures"] for one in shown.values()) >= has_pictures
+    assert not any(item.get("caption", "").startswith(":") for item in content["findings"])
+    assert (
+        bool(content["sheet"]) == any(item["pictures"] for item in shown.values()) >= has_pictures
+    )
 
 
 def test_episodes_that_do_not_fit_are_left_out_and_counted_on_the_page(
@@ -100,12 +102,12 @@ def test_there_are_curves_of_every_episode_that_a_finding_or_an_outlier_opens(
             writer.add_rollout(observation=values, action=action, reward=action[..., 0], done=done)
     made = report(folder, tmp_path / "page.html")
     content, shown = embedded(made, "page"), set(map(int, embedded(made, "shown")))
-    opened = {one["heading"].split()[0]: one["trajectory"] for one in content["findings"]}
+    opened = {item["heading"].split()[0]: item["trajectory"] for item in content["findings"]}
     assert opened["VAL04"] >= 320 and set(opened.values()) - {None} <= shown
     (points,) = (
-        one["customdata"]
-        for one in content["figures"][-1]["figure"]["traces"]
-        if "customdata" in one
+        item["customdata"]
+        for item in content["figures"][-1]["figure"]["traces"]
+        if "customdata" in item
     )
     assert len(points) == 20 and set(points) <= shown
 
@@ -138,7 +140,7 @@ def test_constant_dimensions_are_drawn_last_and_are_the_evidence_of_their_findin
     assert {f"observation[{place}]" for place in range(50, 100)} < {
         field["title"] for field in content["fields"]
     }
-    (finding,) = (one for one in content["findings"] if "VAL03" in one["heading"])
+    (finding,) = (item for item in content["findings"] if "VAL03" in item["heading"])
     assert (
         finding["names"] == [f"observation[{place}]" for place in range(3)]
         and len(finding["paths"]) == 3
@@ -211,7 +213,7 @@ def test_field_names_keep_their_slashes_if_a_recording_lies_in_the_root_folder(
     monkeypatch.setattr(Recording, "path", Path("/walk"))  # where tests may not write
     content = embedded(report(recording, tmp_path / "page.html"), "diagnosis")
     assert content["summary"]["path"] == "walk" and "observation/walk" in {
-        one["field"] for one in content["findings"]
+        item["field"] for item in content["findings"]
     }
 
 

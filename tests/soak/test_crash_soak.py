@@ -13,5 +13,5 @@ from tests.killed import workers
 def test_recorders_killed_at_200_random_instants_leave_whole_blocks(tmp_path):
     with workers(WORK) as process:
         outcomes = [kill_one(process, tmp_path / f"{seed}", seed) for seed in range(1000, 1200)]
-    totals = {name: sum(one[name] for one in outcomes) for name in outcomes[0]}
+    totals = {name: sum(item[name] for item in outcomes) for name in outcomes[0]}
     print(f"killed {len(outcomes)} recorders: {totals}")

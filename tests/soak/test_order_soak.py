@@ -84,7 +84,7 @@ def play(folder: Path, pool: Path, leg: dict[str, Any], rank: int, total: int) -
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=total, timeout=timedelta(seconds=120)
     )
-    data, found = folder / "data", []
+    data, actual = folder / "data", []
     dataset = opened(data, (rank, total), **OPTIONS)
     dataset = rollout_data.RolloutDataset(data, dataset.num_envs, device="cpu", **OPTIONS)
     loader = rollout_data.loader(dataset, leg["workers"], **leg["options"])
@@ -98,9 +98,9 @@ def play(folder: Path, pool: Path, leg: dict[str, Any], rank: int, total: int) -
             for name in deleted:
                 (data / name).unlink()
         dist.barrier()
-        found.append(seen(next(batches)))
+        actual.append(seen(next(batches)))
         dist.barrier()
-    result = {"batches": found, "state": loader.state_dict()}
+    result = {"batches": actual, "state": loader.state_dict()}
     (folder / f"{leg['name']}_{rank}.json").write_text(json.dumps(result))
     batches.close()
     dist.destroy_process_group()
@@ -130,7 +130,7 @@ def test_ranks_and_workers_of_all_numbers_resume_the_uninterrupted_sequence(
     shutil.copy2(pool / "metadata.json", tmp_path / "data" / "metadata.json")
     cuts = [0, *sorted(chance.sample(range(2, NUM_BATCHES - 1), 2)), NUM_BATCHES]
     sizes = [(ranks, workers), chance.choice(SIZES), (ranks, workers)]
-    state, found = None, []
+    state, actual = None, []
     for number, ((total, num_workers), first, stop) in enumerate(
         zip(sizes, cuts, cuts[1:], strict=False)
     ):
@@ -153,5 +153,5 @@ def test_ranks_and_workers_of_all_numbers_resume_the_uninterrupted_sequence(
         assert all(result["state"] == results[0]["state"] for result in results)
         state = results[0]["state"]
         sides = zip(*(result["batches"] for result in results), strict=True)
-        found += [[env for batch in side for env in batch] for side in sides]
-    assert found == expected
+        actual += [[env for batch in side for env in batch] for side in sides]
+    assert actual == expected

@@ -164,7 +164,7 @@ def check(batch: Any, seen: set[tuple[float, ...]], is_within_a_pass: bool) -> N
     step = torch.zeros(WIDTH)
     step[2] = 1
     assert torch.equal(following[is_inside], rows[is_inside] + step)
-    begun = [tuple(one) for one in rows[batch.is_first][:, :2].tolist()]
+    begun = [tuple(item) for item in rows[batch.is_first][:, :2].tolist()]
     # Now or a batch ago: which of them were dealt before the end of the pass is not known
     if not is_within_a_pass:
         seen.clear()
@@ -232,21 +232,21 @@ def test_collectors_and_learners_share_a_folder_with_bounded_memory_and_files(
                 if processes[name].is_alive():
                     most_held = max(most_held, held_bytes(processes[name], folder))
             time.sleep(0.25)
-        found = dict(judged(reports.get(timeout=60)) for _ in range(2))
+        actual = dict(judged(reports.get(timeout=60)) for _ in range(2))
     finally:
         is_over.set()
-    found |= dict(judged(reports.get(timeout=60)) for _ in range(2))
+    actual |= dict(judged(reports.get(timeout=60)) for _ in range(2))
     for process in processes.values():
         process.join()
     print(
         "",
-        *(f"{name}: {found[name]}" for name in jobs),
+        *(f"{name}: {actual[name]}" for name in jobs),
         f"folder {most_bytes}, held {most_held} bytes",
         sep="\n",
     )
     assert most_bytes < MAX_FOLDER_BYTES and most_held < MAX_FOLDER_BYTES
     growth = GROWTH if duration_s >= SHORT_S else SHORT_GROWTH
-    for name, report in found.items():
+    for name, report in actual.items():
         for what in ("bytes", "maps", "descriptors"):
             before, after = report[what]
             # The folder, and the block that is being written or opened
@@ -254,9 +254,9 @@ def test_collectors_and_learners_share_a_folder_with_bounded_memory_and_files(
             assert after <= before * (1 + growth) + open_now, (
                 f"{what} of {name}: {before} after a sixth of the time, then {after}"
             )
-    recorded = min(found[f"collector {number}"]["trajectories"] for number in range(2))
+    recorded = min(actual[f"collector {number}"]["trajectories"] for number in range(2))
     for number in range(2):
-        learner = found[f"learner {number}"]
+        learner = actual[f"learner {number}"]
         assert learner["latest"] > recorded / 2 and learner["passes"] >= 1
 
 

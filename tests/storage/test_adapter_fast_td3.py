@@ -123,7 +123,7 @@ class Loop:
 
     def transitions(self, num_steps: int) -> dict[float, tuple[float, ...]]:
         """Return the transitions that may be drawn, by their first observation."""
-        found = {}
+        result = {}
         for steps in self.steps:
             for first in range(max(0, len(steps) - 1 - NUM_SLOTS), len(steps) - 1):
                 reward = 0.0
@@ -137,10 +137,10 @@ class Loop:
                     is_known = is_end or last + 1 < len(steps) - 1
                     if (is_end or taken == num_steps) and is_known:
                         flags = float(step.done), float(step.truncated)
-                        found[steps[first].number] = (reward, *flags, step.following, float(taken))
+                        result[steps[first].number] = (reward, *flags, step.following, float(taken))
                     if is_end:
                         break
-        return found
+        return result
 
     def drawn(self, batch: Any) -> list[tuple[float, tuple[float, ...]]]:
         """Check that the fields of a batch agree. Return its transitions."""

@@ -90,9 +90,9 @@ def test_a_reset_between_two_calls_truncates() -> None:
     buffer = pairs()
     buffer.extend(collected(0))
     buffer.extend(collected(50))
-    found = transitions(buffer.sample(400))
+    actual = transitions(buffer.sample(400))
     expected = {(100.0 * env + 9, 100.0 * env + 10, 0.0, 1.0) for env in range(NUM_ENVS)}
-    assert {row for row in found if row[3]} == expected
+    assert {row for row in actual if row[3]} == expected
 
 
 def test_observations_are_stored_once() -> None:

@@ -73,10 +73,10 @@ def test_a_compressed_collector_yields_compressed_records():
     ):
         collector = CompressedDataCollector(base_collector=records(), **options)
         for _ in range(2):
-            found = list(collector)
-            assert all(type(one) is CompressedTensorDict for one in found)
-            assert [one["step"] for one in found] == [0, 1, 2]
-            assert [float(one["obs"].mean()) for one in found] == [0, 1, 2]
+            actual = list(collector)
+            assert all(type(item) is CompressedTensorDict for item in actual)
+            assert [item["step"] for item in actual] == [0, 1, 2]
+            assert [float(item["obs"].mean()) for item in actual] == [0, 1, 2]
         chosen = options.get("compress_keys", ["obs", "next"])
         expected = {"obs": ("obs",), "next": ("next/obs",)}
         names = [
@@ -84,8 +84,8 @@ def test_a_compressed_collector_yields_compressed_records():
             for key in (chosen if isinstance(chosen, list) else [chosen] if chosen else [])
             for name in expected[key]
         ]
-        assert sorted(found[0].compressed_keys) == sorted(names)
-        assert not names or found[0].ratio() > 10
+        assert sorted(actual[0].compressed_keys) == sorted(names)
+        assert not names or actual[0].ratio() > 10
 
 
 def test_a_compressed_collector_can_be_turned_off():
@@ -101,11 +101,11 @@ def test_a_compressed_collector_accepts_named_tuples_and_is_prefetched():
     row = torch.zeros(4, 3)
     flags = torch.zeros(4, dtype=torch.bool)
     batch = Streamed(row, None, row + 1, None, flags, flags, row + 2, None, flags, flags)
-    [found] = PipelinedDataCollector(
+    [actual] = PipelinedDataCollector(
         CompressedDataCollector([batch], compress_keys=["observation"]), "cpu"
     )
-    assert isinstance(found, CompressedTensorDict) and found.compressed_keys == ("observation",)
-    assert torch.equal(found["action"], row + 1) and "reward" not in found
+    assert isinstance(actual, CompressedTensorDict) and actual.compressed_keys == ("observation",)
+    assert torch.equal(actual["action"], row + 1) and "reward" not in actual
 
 
 def test_a_missing_key_of_a_record_raises():
@@ -124,8 +124,8 @@ def test_a_missing_key_of_a_record_raises():
 
 
 def test_a_compressed_tensordict_accepts_keywords():
-    found = CompressedTensorDict(tensordict=records(1)[0], compress_keys=["obs"])
-    assert found.compressed_keys == ("obs",) and found["obs"].sum() == 0
+    actual = CompressedTensorDict(tensordict=records(1)[0], compress_keys=["obs"])
+    assert actual.compressed_keys == ("obs",) and actual["obs"].sum() == 0
     with pytest.raises(
         UsageError,
         match=r"^CompressedTensorDict: tensordict must be a nested mapping, got int",
@@ -138,12 +138,12 @@ def test_a_tensordict_is_a_record():
     source = tensordict.TensorDict(
         {"obs": torch.ones(64, 4), "next": {"obs": torch.zeros(64, 4)}}, batch_size=[64]
     )
-    for found in (
+    for actual in (
         CompressedTensorDict(source, ["obs"]),
         next(iter(CompressedDataCollector([source]))),
     ):
-        assert "obs" in found.compressed_keys and torch.equal(
-            found["next"]["obs"], torch.zeros(64, 4)
+        assert "obs" in actual.compressed_keys and torch.equal(
+            actual["next"]["obs"], torch.zeros(64, 4)
         )
 
 
@@ -155,25 +155,25 @@ def test_a_tensordict_is_a_record():
     [lambda: PrefixSum(2), lambda: PrefixSum(max_len=2), PrefixSum, lambda: PrefixSum(np.int64(2))],
 )
 def test_a_prefix_sum_holds_more_than_its_max_len(make):
-    found = make()
-    assert len(found) == 0 and found.ar.tolist() == found.prefix_sum.tolist() == []
+    actual = make()
+    assert len(actual) == 0 and actual.ar.tolist() == actual.prefix_sum.tolist() == []
     for val in (3, 0, 4, 2):
-        found.add(val=val)
+        actual.add(val=val)
     assert (
-        found.ar.tolist() == [3, 0, 4, 2]
-        and found.prefix_sum.tolist() == [3, 3, 7, 9]
-        and found.total == 9
+        actual.ar.tolist() == [3, 0, 4, 2]
+        and actual.prefix_sum.tolist() == [3, 3, 7, 9]
+        and actual.total == 9
     )
-    assert [found.get_range_idx(idx) for idx in range(9)] == [0, 0, 0, 2, 2, 2, 2, 3, 3]
-    assert found.get_range_idx(np.array([[0, 8]])).tolist() == [[0, 3]]
+    assert [actual.get_range_idx(idx) for idx in range(9)] == [0, 0, 0, 2, 2, 2, 2, 3, 3]
+    assert actual.get_range_idx(np.array([[0, 8]])).tolist() == [[0, 3]]
     for idx in (-1, 9):
         with pytest.raises(IndexError):
-            found.get_range_idx(idx)
-    found.pop_oldest(2)
+            actual.get_range_idx(idx)
+    actual.pop_oldest(2)
     assert (
-        found.ar.tolist() == [4, 2]
-        and found.prefix_sum.tolist() == [4, 6]
-        and found.get_range_idx(4) == 1
+        actual.ar.tolist() == [4, 2]
+        and actual.prefix_sum.tolist() == [4, 6]
+        and actual.get_range_idx(4) == 1
     )
 
 
@@ -183,10 +183,10 @@ def test_a_prefix_sum_of_an_iterable_begins_with_its_lengths(lengths):
 
 
 def test_arrays_of_a_prefix_sum_are_new():
-    found = PrefixSum([3, 4])
-    found.ar[:] = 9
-    found.prefix_sum[:] = 9
-    assert found.prefix_sum.tolist() == [3, 7] and found.prefix_sum.dtype == np.int64
+    actual = PrefixSum([3, 4])
+    actual.ar[:] = 9
+    actual.prefix_sum[:] = 9
+    assert actual.prefix_sum.tolist() == [3, 7] and actual.prefix_sum.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -244,11 +244,11 @@ def test_a_pil_image_is_restored_as_a_pil_image(channels):
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     plain = pixels[..., 0] if channels == 1 else pixels
     mode = {None: "L", 1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}[channels]
-    for given in (pixels, torch.from_numpy(pixels), Image.fromarray(plain)):
+    for value in (pixels, torch.from_numpy(pixels), Image.fromarray(plain)):
         for level in (0, 16):
-            found = decompress_image(compress_image(given, level))
-            assert isinstance(found, Image.Image) and found.mode == mode and found.size == (7, 5)
-            assert np.array_equal(np.asarray(found), plain)
+            actual = decompress_image(compress_image(value, level))
+            assert isinstance(actual, Image.Image) and actual.mode == mode and actual.size == (7, 5)
+            assert np.array_equal(np.asarray(actual), plain)
 
 
 def test_images_of_unsupported_modes_raise():
@@ -283,11 +283,13 @@ IMAGES = np.random.default_rng(1).integers(0, 256, (6, 4, 5, 3), np.uint8)
 
 
 def test_a_sequence_is_uint8_by_default():
-    found = decompress_image_seq(
+    actual = decompress_image_seq(
         compressed_data=compress_image_seq(IMAGES), image_shape=(4, 5, 3), batch_size=6
     )
     assert (
-        isinstance(found, np.ndarray) and found.dtype == np.uint8 and np.array_equal(found, IMAGES)
+        isinstance(actual, np.ndarray)
+        and actual.dtype == np.uint8
+        and np.array_equal(actual, IMAGES)
     )
 
 
@@ -347,8 +349,8 @@ def test_levels_0_to_16_are_accepted_everywhere(tmp_path, level):
     assert np.array_equal(
         decompress_image_seq(compress_image_seq(IMAGES, level), (4, 5, 3), 6), IMAGES
     )
-    found = CompressedTensorDict({"x": torch.zeros(1000)}, ["x"], level=level)
-    assert found["x"].sum() == 0 and found.compressed_keys == ("x",)
+    actual = CompressedTensorDict({"x": torch.zeros(1000)}, ["x"], level=level)
+    assert actual["x"].sum() == 0 and actual.compressed_keys == ("x",)
     assert (
         next(iter(CompressedDataCollector([{"x": torch.zeros(1000)}], level=level)))["x"].sum() == 0
     )

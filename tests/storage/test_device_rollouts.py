@@ -69,14 +69,14 @@ def filled(
 
 def assert_same_columns(mine: Any, other: Any) -> None:
     expected = columns_of(other)
-    found = columns_of(mine)
-    assert found.keys() == expected.keys()
+    actual = columns_of(mine)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         if torch.cuda.is_available() and value.is_floating_point():
             # A real device rounds sums by itself
-            torch.testing.assert_close(found[name].cpu(), value)
+            torch.testing.assert_close(actual[name].cpu(), value)
         else:
-            assert torch.equal(found[name].cpu(), value), name
+            assert torch.equal(actual[name].cpu(), value), name
 
 
 @pytest.mark.each_value
@@ -146,8 +146,8 @@ def test_returns_with_factors_as_tensors_equal_those_of_the_cpu(
     gamma = torch.linspace(0.9, 0.8, num_rewards)
     lam = torch.tensor(0.7, dtype=torch.float64)
     expected = returns_of("cpu", gamma, lam, truncation, num_rewards)
-    found = returns_of("cuda", gamma.to(where), lam.to(where), truncation, num_rewards)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    actual = returns_of("cuda", gamma.to(where), lam.to(where), truncation, num_rewards)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def compute(storage: Any, gamma: Any = 0.9, **options: Any) -> None:
@@ -221,12 +221,12 @@ def test_missing_bootstrap_values_raise_at_a_later_call_and_add_nothing() -> Non
     storage = filled("cuda")
     assert storage.bootstrap_values is None
     compute(storage, truncation="final")
-    found = storage.returns.cpu()
+    actual = storage.returns.cpu()
     torch.cuda.synchronize()
     with pytest.raises(UsageError, match=r"bootstrap_values.*earlier call"):
         storage.add_transitions(transition(0))
     compute(storage, truncation="cut")
-    assert torch.equal(found, storage.returns.cpu())
+    assert torch.equal(actual, storage.returns.cpu())
 
 
 def test_numbers_on_the_device_that_are_out_of_range_raise_at_a_later_call() -> None:
@@ -308,9 +308,9 @@ def test_mini_batches_equal_those_of_the_cpu(kind: type, recurrent: bool) -> Non
         storage.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
         results.append(drawn(storage, recurrent))
     for on_cpu, on_device in zip(*results, strict=True):
-        for expected, found in zip(on_cpu, on_device, strict=True):
+        for expected, actual in zip(on_cpu, on_device, strict=True):
             if isinstance(expected, torch.Tensor):
-                torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_epoch_drawn_on_the_device_has_each_row_once() -> None:

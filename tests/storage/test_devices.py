@@ -51,11 +51,11 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mac
 
 
 def test_every_class_with_a_device_is_in_the_table() -> None:
-    found = {name for name in storage.__all__ if inspect.isclass(getattr(storage, name))}
-    found = {
-        name for name in found if "device" in inspect.signature(getattr(storage, name)).parameters
+    actual = {name for name in storage.__all__ if inspect.isclass(getattr(storage, name))}
+    actual = {
+        name for name in actual if "device" in inspect.signature(getattr(storage, name)).parameters
     }
-    assert found <= ARGUMENTS.keys()
+    assert actual <= ARGUMENTS.keys()
 
 
 @without_cuda

@@ -169,8 +169,8 @@ def test_a_kill_leaves_the_old_or_new_folder_and_the_next_save_removes_temporary
             finally:
                 os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
-        found = existing_folder(target)
-        seen.add((found if found.is_file() else found / "a").read_text())
+        actual = existing_folder(target)
+        seen.add((actual if actual.is_file() else actual / "a").read_text())
         write(target, "after")
         assert names(tmp_path) == ["kept[1]"]
     assert seen <= {"old", "new"} and "new" in seen
@@ -229,8 +229,8 @@ def test_a_folder_moved_by_another_saver_does_not_prevent_a_save(tmp_path: Path)
     def listed(listdir: Any, path: Path) -> list[str]:
         if Path(path) == tmp_path / "kept":
             os.rename(tmp_path / "kept", tmp_path / ".kept.previous")
-        found: list[str] = listdir(path)
-        return found
+        actual: list[str] = listdir(path)
+        return actual
 
     with instead_of("listdir", listed):
         put(tmp_path / "kept", "new")

@@ -246,8 +246,8 @@ def test_actions_of_a_categorical_policy_may_be_integers(tmp_path):
     floats = RolloutStorage(3, 2, (2,), None, (1,), generator=0, policy_outputs={"logits": (5,)})
     for step in range(2):
         actions = torch.tensor([step, 3, 4])
-        for one, stored_actions in ((storage, actions), (floats, actions.unsqueeze(-1))):
-            made = one.Transition(
+        for item, stored_actions in ((storage, actions), (floats, actions.unsqueeze(-1))):
+            made = item.Transition(
                 torch.zeros(3, 2),
                 None,
                 stored_actions,
@@ -259,7 +259,7 @@ def test_actions_of_a_categorical_policy_may_be_integers(tmp_path):
                 torch.zeros(3),
                 {"logits": torch.ones(3, 5)},
             )
-            one.add_transitions(made)
+            item.add_transitions(made)
     assert (
         storage.actions.tolist() == [[0, 3, 4], [1, 3, 4]] and storage.actions.dtype == torch.int64
     )

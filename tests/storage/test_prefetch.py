@@ -120,11 +120,11 @@ def test_all_items_are_yielded_once_in_order(num_items: int, prefetch_count: int
 def test_a_failure_is_raised_at_its_position(fails_at: int, prefetch_count: int) -> None:
     """Trap N6: a failure is not reported as the end."""
     collector = PipelinedDataCollector(Source(10, fails_at), prefetch_count=prefetch_count)
-    found = []
+    result = []
     with pytest.raises(KeyError, match="broken"):
         for item in collector:
-            found.append(item)
-    assert found == list(range(fails_at))
+            result.append(item)
+    assert result == list(range(fails_at))
 
 
 def test_stop_iteration_in_a_transform_does_not_end_the_iteration() -> None:

@@ -72,15 +72,15 @@ def test_the_queue_equals_a_list_of_the_newest_steps(num_envs, num_steps, ratio,
 )
 def test_growth_is_one_rollout_at_a_time_up_to_the_target(ratio, sizes):
     storage = queue(ratio=ratio)
-    found = []
+    result = []
     for rollout in range(3):
         count = (
             min(4, storage.num_transitions_per_env - storage.step) if not storage.buffer_full else 4
         )
         fill(storage, first=4 * rollout, count=count)
         storage.clear()
-        found.append(storage.num_transitions_per_env)
-    assert found == sizes and storage.num_timesteps_each_rollout == 4
+        result.append(storage.num_transitions_per_env)
+    assert result == sizes and storage.num_timesteps_each_rollout == 4
 
 
 def test_i01_growth_keeps_every_column_of_every_width():

@@ -209,8 +209,8 @@ def test_a_single_reward_needs_no_reward_axis(function):
     others = {"gamma": 0.9, "lam": 0.8, "num_steps": 2}
     names = inspect.signature(function).parameters
     whole, short = (
-        {key: x for key, x in {**one, **others}.items() if key in names}
-        for one in (arguments, flat)
+        {key: x for key, x in {**item, **others}.items() if key in names}
+        for item in (arguments, flat)
     )
     assert torch.equal(function(**short), function(**whole).squeeze(-1))
 

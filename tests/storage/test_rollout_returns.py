@@ -37,15 +37,15 @@ def naive_returns(storage, last_values, gamma, lam, truncation):
     T = storage.num_transitions_per_env
     r, v, final = storage.rewards, storage.values, storage.bootstrap_values
     done, cut = storage.dones.bool(), storage.time_outs
-    advantage, found = torch.zeros_like(last_values), []
+    advantage, actual = torch.zeros_like(last_values), []
     for t in reversed(range(T)):
         after = last_values if t == T - 1 else v[t + 1]
         boot = torch.where(done[t], torch.zeros_like(after), after)
         if truncation != "cut":
             boot = torch.where(cut[t], v[t] if truncation == "value" else final[t], boot)
         advantage = r[t] + gamma * boot - v[t] + gamma * lam * (~done[t]).float() * advantage
-        found.append(advantage + v[t])
-    return torch.stack(found[::-1])
+        actual.append(advantage + v[t])
+    return torch.stack(actual[::-1])
 
 
 @pytest.mark.parametrize("truncation", ["cut", "value", "final"])
@@ -177,8 +177,8 @@ def test_steps_after_a_done_do_not_change_returns_before_it(odd):
     dones = torch.tensor([[0, 0], [1, 0], [0, 1]])
     storage, other = (fill(make_storage(2, 3), dones) for _ in range(2))
     storage.values[2, 0] = storage.rewards[2, 0] = odd
-    for one, last in ((storage, odd), (other, 0.0)):
-        one.compute_returns(torch.tensor([0.0, last]), 0.9, 0.9, normalize=None)
+    for item, last in ((storage, odd), (other, 0.0)):
+        item.compute_returns(torch.tensor([0.0, last]), 0.9, 0.9, normalize=None)
     assert torch.equal(storage.returns[:2], other.returns[:2]) and torch.equal(
         storage.returns[:, 1], other.returns[:, 1]
     )

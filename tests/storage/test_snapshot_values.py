@@ -35,9 +35,11 @@ def test_complex_items_are_kept(tmp_path, cls, dtype):
     buffer = cls(4, generator=1)
     buffer.load_state_dict(store.state_dict())
     store.save(tmp_path / "kept")
-    first, *others = [one.sample(1)[0] for one in (store, buffer, load_store(tmp_path / "kept"))]
+    first, *others = [item.sample(1)[0] for item in (store, buffer, load_store(tmp_path / "kept"))]
     for other in others:
-        x, y = (one[0]["x"] if cls is EpisodeReplayBuffer else one["x"] for one in (first, other))
+        x, y = (
+            item[0]["x"] if cls is EpisodeReplayBuffer else item["x"] for item in (first, other)
+        )
         assert y.dtype == dtype and torch.equal(x, y)
     path = tmp_path / "kept" / "columns.hdf5"
     path.write_bytes(

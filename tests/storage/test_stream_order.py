@@ -81,16 +81,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Let objects on the CPU order streams as on a GPU, because a machine without a GPU has no
     other way to show it.
     """
-    found, make = Streams(), StreamOrder.__init__
+    actual, make = Streams(), StreamOrder.__init__
 
     def made(order: StreamOrder, device: torch.device) -> None:
         make(order, torch.device("cuda"))
 
     monkeypatch.setattr(StreamOrder, "__init__", made)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: actual.current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     replace_tensordict(monkeypatch)
-    return found
+    return actual
 
 
 def transition_of(made: Any, step: int) -> Any:

@@ -62,7 +62,7 @@ def drawn(buffer: TrajectoryReplayBuffer, number: int) -> torch.Tensor:
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Return whether nested trajectories are equal. None equals a missing value."""
-    a, b = ({key: value for key, value in one.items() if value is not None} for one in (a, b))
+    a, b = ({key: value for key, value in item.items() if value is not None} for item in (a, b))
     if a.keys() != b.keys():
         return False
     for key, value in a.items():

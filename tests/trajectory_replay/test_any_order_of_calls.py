@@ -38,7 +38,7 @@ class AnyOrder(RuleBasedStateMachine):
     ) -> None:
         self.folder, self.window = Path(tempfile.mkdtemp(dir=self.folders)), window
         self.number, self.live = 0, {}
-        limits = [one for one in (limit, 0 if saves else window) if one]
+        limits = [item for item in (limit, 0 if saves else window) if item]
         self.capacity = min(limits, default=None)
         saving = {"auto_save": True, "auto_save_path": self.folder / "auto"} if saves else {}
         self.is_saving = saves
@@ -55,8 +55,8 @@ class AnyOrder(RuleBasedStateMachine):
         whole = trajectory(self.number, num_steps, 2, ["curr_obs", *without])
         assert self.buffer.add(whole, weights_version=self.number) == self.number
         self.live[self.number] = num_steps
-        for one in [*self.live][: -self.capacity] if self.capacity else []:
-            del self.live[one]
+        for item in [*self.live][: -self.capacity] if self.capacity else []:
+            del self.live[item]
         self.number += 1
 
     @rule()
@@ -87,16 +87,16 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.buffer.total_samples == 2 * sum(self.live.values())
         for version in (None, self.number - 2):
             window = [
-                one
-                for one in [*self.live][-self.window or None :]
-                if version is None or one >= version
+                item
+                for item in [*self.live][-self.window or None :]
+                if version is None or item >= version
             ]
             if not window:
                 with pytest.raises(BufferEmptyError):
                     self.buffer.sample(1, min_weights_version=version)
                 continue
             expected = torch.cat(
-                [code(one, self.live[one], 2).flatten() for one in window]
+                [code(item, self.live[item], 2).flatten() for item in window]
             ).tolist()
             sample = self.buffer.sample(
                 12 * len(expected), ["actions", "rewards"], min_weights_version=version

@@ -220,9 +220,9 @@ def test_dataclasses_arrays_and_other_leaves_are_accepted() -> None:
     buffer = TrajectoryReplayBuffer()
     given_ = Recorded(torch.ones(4, 2, 1), {"x": np.arange(8, dtype=np.int16).reshape(4, 2)}, 3)
     buffer.add(given_)
-    found = buffer.get(0)
-    assert found["version"] == 3 and torch.equal(
-        found["obs"]["x"], torch.from_numpy(given_.obs["x"])
+    actual = buffer.get(0)
+    assert actual["version"] == 3 and torch.equal(
+        actual["obs"]["x"], torch.from_numpy(given_.obs["x"])
     )
     assert set(buffer.sample(3)) == {"rewards", "obs"}
     assert equal(buffer.get(buffer.add(trajectory(1))), trajectory(1))

@@ -25,14 +25,14 @@ def flat(number: int, lengths: dict[str, int]) -> dict[str, Any]:
 
 
 def leaves(tree: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {}
+    result = {}
     for name, leaf in tree.items():
-        found.update(
-            {f"{name}/{one}": x for one, x in leaves(leaf).items()}
+        result.update(
+            {f"{name}/{item}": x for item, x in leaves(leaf).items()}
             if isinstance(leaf, dict)
             else {name: leaf}
         )
-    return found
+    return result
 
 
 LENGTHS = st.dictionaries(st.sampled_from(["a", "b", "oa", "ob"]), st.integers(1, 9), min_size=1)
@@ -55,12 +55,12 @@ def test_the_cache_equals_an_ordered_dict(
         if max_size and len(model) > max_size:
             model.popitem(last=False)
         assert cache.ids == list(model) and len(cache) == len(model)
-        for one in range(9):
-            assert (one in cache) == (one in model)
-        for one, expected in model.items():
-            found = leaves(cache.get(one))
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+        for item in range(9):
+            assert (item in cache) == (item in model)
+        for item, expected in model.items():
+            actual = leaves(cache.get(item))
+            assert actual.keys() == expected.keys()
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
     cache.clear()
     assert len(cache) == 0 and cache.nbytes == 0 and not any(number in cache for number in range(9))
 

@@ -40,8 +40,8 @@ FORMATS = ["h5", "pt", "pkl"]
 
 def filled(number: int = 5, **options: Any) -> TrajectoryReplayBuffer:
     buffer = TrajectoryReplayBuffer(**options)
-    for one in range(number):
-        buffer.add(trajectory(one, 2 + one % 3, 2), weights_version=one)
+    for item in range(number):
+        buffer.add(trajectory(item, 2 + item % 3, 2), weights_version=item)
     return buffer
 
 
@@ -90,7 +90,7 @@ def test_an_index_lists_exactly_the_files(tmp_path: Path) -> None:
     assert index["trajectory_index"]["6"]["num_samples"] == 4 and index["trajectory_index"]["6"][
         "shape"
     ] == [2, 2]
-    files = [f"trajectory_{one}_w{one}.h5" for one in (5, 6, 7)]
+    files = [f"trajectory_{item}_w{item}.h5" for item in (5, 6, 7)]
     assert names_in(tmp_path / "a") == ["metadata.json", *files, "trajectory_index.json"]
     summary = json.loads((tmp_path / "a" / "metadata.json").read_text())
     assert summary == {
@@ -99,7 +99,7 @@ def test_an_index_lists_exactly_the_files(tmp_path: Path) -> None:
         "total_samples": 18 - 4 + 0,
         "trajectory_counter": 8,
         "seed": 1234,
-    } | {"total_samples": sum(2 * (2 + one % 3) for one in (5, 6, 7))}
+    } | {"total_samples": sum(2 * (2 + item % 3) for item in (5, 6, 7))}
     resumed = TrajectoryReplayBuffer(sample_window_size=100)
     resumed.load_checkpoint(tmp_path / "a")
     assert set((drawn(resumed, 300) // 10_000).tolist()) == {5, 6, 7}
@@ -179,7 +179,7 @@ def test_ranks_share_a_checkpoint_and_never_an_id(tmp_path: Path, world_size: in
         shares.append(buffer.trajectory_ids)
         new_ids += [buffer.add(trajectory(9)) for _ in range(4)]
         draws.append(buffer.rng.get_state())
-    assert [one for share in shares for one in share] == list(range(5))
+    assert [item for share in shares for item in share] == list(range(5))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert len(set(new_ids)) == 4 * world_size and min(new_ids) == 5
     assert len({tuple(state.tolist()) for state in draws}) == world_size
@@ -247,15 +247,15 @@ def test_variants_of_existing_folders_are_loaded(tmp_path: Path) -> None:
     flags = torch.load(folder / "trajectory_0_w0.pt", weights_only=True)
     flags["dones"] = torch.cat([torch.ones(1, 2, 1, dtype=torch.bool), flags["dones"]])
     torch.save(flags, folder / "trajectory_0_w0.pt")
-    one = TrajectoryReplayBuffer()
-    one.load_checkpoint(folder)
-    assert one.total_samples == 32 and torch.equal(one.get(0)["dones"], flags["dones"][1:])
+    item = TrajectoryReplayBuffer()
+    item.load_checkpoint(folder)
+    assert item.total_samples == 32 and torch.equal(item.get(0)["dones"], flags["dones"][1:])
     (folder / "trajectory_2_w0.pt").unlink()
     with pytest.warns(
         RolloutDataWarning, match=r"^1 of 3 trajectories .* have no file and are skipped: 2"
     ):
-        one.load_checkpoint(folder)
-    assert one.trajectory_ids == [0, 1]
+        item.load_checkpoint(folder)
+    assert item.trajectory_ids == [0, 1]
 
 
 class Evil:
@@ -450,12 +450,12 @@ def test_samples_are_equal_if_files_cannot_be_mapped_side_by_side(tmp_path: Path
     )
     printed = [
         subprocess.run(
-            [sys.executable, "-c", script, one, tmp_path],
+            [sys.executable, "-c", script, item, tmp_path],
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-        for one in ("linux", "darwin")
+        for item in ("linux", "darwin")
     ]
     assert printed[0] == printed[1] and len(printed[0]) > 200
 

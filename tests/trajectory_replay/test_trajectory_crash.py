@@ -33,12 +33,12 @@ def test_the_folder_loads_the_kept_trajectories_after_every_file_operation(tmp_p
         if not (tmp_path / "trajectory_index.json").exists():
             assert not seen
             return
-        found = TrajectoryReplayBuffer(sample_window_size=0)
+        actual = TrajectoryReplayBuffer(sample_window_size=0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # every file that is listed is there
-            found.load_checkpoint(tmp_path)
-        seen.append(found.trajectory_ids)
-        assert len(found) == 3 or len(list(tmp_path.glob("*.h5"))) <= 4
+            actual.load_checkpoint(tmp_path)
+        seen.append(actual.trajectory_ids)
+        assert len(actual) == 3 or len(list(tmp_path.glob("*.h5"))) <= 4
 
     def before_each_change(event: str, arguments: tuple[Any, ...]) -> None:
         if (
@@ -78,7 +78,7 @@ def test_a_trajectory_whose_write_is_retried_keeps_its_order(
         with pytest.raises(BackgroundError):
             buffer.flush()
         (tmp_path / "trajectory_1_w1.h5").rmdir()
-    found = TrajectoryReplayBuffer()
-    found.load_checkpoint(tmp_path)
-    assert found.trajectory_ids == expected
+    actual = TrajectoryReplayBuffer()
+    actual.load_checkpoint(tmp_path)
+    assert actual.trajectory_ids == expected
     assert len(list(tmp_path.glob("*.h5"))) == len(expected)

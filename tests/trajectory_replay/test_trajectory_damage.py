@@ -26,8 +26,8 @@ INDEX_NAME = "trajectory_index.json"
 
 def saved(folder: Path, number: int = 2) -> Path:
     buffer = TrajectoryReplayBuffer(seed=77)
-    for one in range(number):
-        buffer.add(trajectory(one, 2, 2), weights_version=one)
+    for item in range(number):
+        buffer.add(trajectory(item, 2, 2), weights_version=item)
     buffer.save_checkpoint(folder)
     return folder
 

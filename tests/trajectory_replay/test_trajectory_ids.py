@@ -27,12 +27,12 @@ def save_ranks(folder: Path, file_format: str) -> Path:
 def check(folder: Path, numbers: list[int], **options: Any) -> None:
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(folder, **options)
-    found = [buffer.get(name) for name in buffer.trajectory_ids]
-    assert len(found) == len(numbers)
+    actual = [buffer.get(name) for name in buffer.trajectory_ids]
+    assert len(actual) == len(numbers)
     assert all(
         equal(*pair)
         for pair in zip(
-            found, [trajectory(number, 2 + number // 10, 2) for number in numbers], strict=True
+            actual, [trajectory(number, 2 + number // 10, 2) for number in numbers], strict=True
         )
     )
 

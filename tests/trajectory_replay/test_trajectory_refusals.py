@@ -18,8 +18,8 @@ from tests.trajectory_replay.recorded import trajectory
 
 def filled(number: int = 5, **options: Any) -> TrajectoryReplayBuffer:
     buffer = TrajectoryReplayBuffer(**options)
-    for one in range(number):
-        buffer.add(trajectory(one, 2 + one % 3, 2), weights_version=one)
+    for item in range(number):
+        buffer.add(trajectory(item, 2 + item % 3, 2), weights_version=item)
     return buffer
 
 

@@ -27,12 +27,12 @@ def saving(folder: Path, **options: Any) -> TrajectoryReplayBuffer:
 
 def check(folder: Path, numbers: list[int]) -> None:
     """Check that a folder has these trajectories with these ids."""
-    found = TrajectoryReplayBuffer(sample_window_size=0)
+    actual = TrajectoryReplayBuffer(sample_window_size=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found.load_checkpoint(folder)
-    assert found.trajectory_ids == numbers
-    assert all(equal(found.get(number), trajectory(number, 2, 2)) for number in numbers)
+        actual.load_checkpoint(folder)
+    assert actual.trajectory_ids == numbers
+    assert all(equal(actual.get(number), trajectory(number, 2, 2)) for number in numbers)
 
 
 def add(buffer: TrajectoryReplayBuffer, numbers: range) -> None:
@@ -90,8 +90,8 @@ def test_loaded_trajectories_are_in_the_new_folder(
         drawn(buffer, 100)
     check(tmp_path / "new", [2, 3, 4, 5])
     assert len(list((tmp_path / "new").iterdir())) == 4 + 2
-    one = next((tmp_path / "new").glob("trajectory_2_*"))
-    assert one.stat().st_nlink == 1
+    item = next((tmp_path / "new").glob("trajectory_2_*"))
+    assert item.stat().st_nlink == 1
 
 
 def test_trajectories_after_the_loaded_checkpoint_are_omitted_with_a_warning(
@@ -132,9 +132,9 @@ def test_other_trajectories_with_the_same_ids_are_not_overwritten(tmp_path: Path
         check(tmp_path / "auto", [0, 1])
         assert set((drawn(buffer, 200) // 10_000).tolist()) == {10, 11, 12}
         buffer.add(trajectory(13, 2, 2))
-    found = TrajectoryReplayBuffer()
-    found.load_checkpoint(tmp_path / "auto")
-    assert found.trajectory_ids == [2, 3] and equal(found.get(2), trajectory(12, 2, 2))
+    actual = TrajectoryReplayBuffer()
+    actual.load_checkpoint(tmp_path / "auto")
+    assert actual.trajectory_ids == [2, 3] and equal(actual.get(2), trajectory(12, 2, 2))
 
 
 def test_a_load_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +160,8 @@ def test_a_load_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 def test_resumed_ranks_have_each_trajectory_once(tmp_path: Path, is_distributed: bool) -> None:
     ranks = [saving(tmp_path, rank=rank, world_size=2) for rank in range(2)]
     for count, number in ((1, 0), (4, 1)):
-        for one in range(number, number + 2 * count, 2):
-            assert ranks[number].add(trajectory(one, 2, 2)) == one
+        for item in range(number, number + 2 * count, 2):
+            assert ranks[number].add(trajectory(item, 2, 2)) == item
     for buffer in ranks:
         buffer.close()
     ranks = [saving(tmp_path, rank=rank, world_size=2) for rank in range(2)]
@@ -170,9 +170,9 @@ def test_resumed_ranks_have_each_trajectory_once(tmp_path: Path, is_distributed:
         assert len(buffer) == ([2, 3][rank] if is_distributed else 5)
     for buffer in ranks:
         buffer.close()
-    found = TrajectoryReplayBuffer()
-    found.load_checkpoint(tmp_path)
-    assert sorted(found.trajectory_ids) == [0, 1, 3, 5, 7]
+    actual = TrajectoryReplayBuffer()
+    actual.load_checkpoint(tmp_path)
+    assert sorted(actual.trajectory_ids) == [0, 1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("limit", [None, 3])
@@ -184,11 +184,11 @@ def test_the_newest_of_several_ranks_are_the_newest_of_all(
         assert ranks[number % 2].add(trajectory(number, 2, 2)) == number
     for buffer in ranks:
         buffer.close()
-    found = TrajectoryReplayBuffer(sample_window_size=4, max_trajectories=limit)
-    found.load_checkpoint(tmp_path)
+    actual = TrajectoryReplayBuffer(sample_window_size=4, max_trajectories=limit)
+    actual.load_checkpoint(tmp_path)
     expected = list(range(10))[-(limit or 4) :]
-    assert found.trajectory_ids == expected
-    assert set((drawn(found, 300) // 10_000).tolist()) == set(expected)
+    assert actual.trajectory_ids == expected
+    assert set((drawn(actual, 300) // 10_000).tolist()) == set(expected)
     whole = TrajectoryReplayBuffer(sample_window_size=0)
     whole.load_checkpoint(tmp_path)
     assert whole.trajectory_ids == list(range(10))

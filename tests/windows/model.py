@@ -50,8 +50,8 @@ def next_window(
     rows, mask = [], []
     for delta in deltas:
         frame = anchor + delta + 1
-        found = window(one, anchor, [delta + 1], padding)
-        row, exists = found.values[0], bool(found.mask[0])
+        actual = window(one, anchor, [delta + 1], padding)
+        row, exists = actual.values[0], bool(actual.mask[0])
         if frame == one.length and one.has_final:
             row, exists = observation_of(one.number, frame - 0.5), True
         rows.append(row)

@@ -19,7 +19,7 @@ MODES = ("mean_std", "min_max", "quantiles")
 def record(folder: Path, num_steps: int = 50, scale: float = 3.0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(num_steps)
     shapes = {"pose": (3,), "height": (), "image": (4, 5, 3)}
-    found: dict[str, list[np.ndarray]] = {}
+    result: dict[str, list[np.ndarray]] = {}
     with RolloutWriter(folder, 2, durable=False) as writer:
         for t in range(num_steps):
             values = {
@@ -33,8 +33,8 @@ def record(folder: Path, num_steps: int = 50, scale: float = 3.0) -> dict[str, n
             }
             writer.add(observation=values, **step, mode="slow", done=[t % 9 == 8] * 2)
             for name, value in {**values, **step}.items():
-                found.setdefault(name, []).append(value)
-    return {name: np.concatenate(values) for name, values in found.items()}
+                result.setdefault(name, []).append(value)
+    return {name: np.concatenate(values) for name, values in result.items()}
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def test_batches_may_be_stream_batches_named_tuples_or_tensordicts(folder):
     alike = LikeTensorDict(
         {"observation": LikeTensorDict(dict(batch.observation)), "other": torch.ones(2)}
     )
-    found = scale.normalize(alike)
-    assert type(found) is LikeTensorDict and torch.equal(found["observation"]["pose"], expected)
+    actual = scale.normalize(alike)
+    assert type(actual) is LikeTensorDict and torch.equal(actual["observation"]["pose"], expected)
     assert torch.equal(alike["observation"]["pose"], batch.observation["pose"])
 
 
@@ -162,14 +162,14 @@ def test_statistics_of_a_mixture_are_those_of_all_frames_of_its_members(folder, 
         use_cache=False, progress=False
     )
     for name in ("pose", "height"):
-        values = np.concatenate([one[name] for one in there]).astype(np.float64)
-        found = statistics[f"observation/{name}"]
-        np.testing.assert_allclose(found.mean, values.mean(0), rtol=1e-6)
-        np.testing.assert_allclose(found.std, values.std(0), rtol=1e-5, atol=1e-6)
+        values = np.concatenate([item[name] for item in there]).astype(np.float64)
+        actual = statistics[f"observation/{name}"]
+        np.testing.assert_allclose(actual.mean, values.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(actual.std, values.std(0), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(
-            found.quantiles, np.quantile(values, (0.01, 0.99), axis=0), rtol=1e-5
+            actual.quantiles, np.quantile(values, (0.01, 0.99), axis=0), rtol=1e-5
         )
-        assert found.num_frames == 200
+        assert actual.num_frames == 200
     assert Normalizer(rollout_data.open(tmp_path / "a").statistics(progress=False)).fields
 
 
@@ -210,14 +210,14 @@ def test_fields_that_cannot_be_normalized_raise(folder, tmp_path):
     with pytest.raises(MissingFieldError, match="'observation/pose'"):
         Normalizer(statistics, {"observation/pse": "mean_std"})
     scale = Normalizer(statistics, {"action": "min_max"})
-    for given in (
+    for value in (
         (torch.ones(2), None),
         (torch.ones(2), "reward"),
         ({"action": torch.ones(2)}, "action"),
         (3, None),
     ):
         with pytest.raises((MissingFieldError, UsageError)):
-            scale.normalize(*given)
+            scale.normalize(*value)
     with pytest.raises(UsageError, match=r"shape \(4, 3\), expected \[..., 2\]"):
         scale.normalize({"action": torch.ones(4, 3)})
     with pytest.raises(UsageError, match="the mode 'quantiles' requires at least two"):
@@ -313,10 +313,10 @@ def test_the_scale_of_a_dimension_does_not_depend_on_the_others(arm, mode):
 
 
 def test_the_doctor_names_a_dimension_with_narrow_quantiles(arm):
-    found = {
+    actual = {
         finding.field: finding
         for finding in rollout_data.doctor(arm["path"], only=["VAL18"]).findings
     }
-    assert set(found) == {"action", "observation"} and found["action"].severity == "info"
-    assert "'action'[1] lie within 1.568" in found["action"].message
-    assert found["action"].evidence["dimensions"] == [1]
+    assert set(actual) == {"action", "observation"} and actual["action"].severity == "info"
+    assert "'action'[1] lie within 1.568" in actual["action"].message
+    assert actual["action"].evidence["dimensions"] == [1]

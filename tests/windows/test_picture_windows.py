@@ -164,8 +164,10 @@ def test_playback_of_picture_sets_decodes_each_picture_once(
                 numbers = batch.action[batch.valid][:, 0].long().tolist()
                 # The camera, flattened, then the state
                 joined = batch.observation[batch.valid].numpy()
-                for number, found in zip(numbers, joined, strict=True):
-                    assert np.array_equal(found[:-2].reshape(SHAPE), picture(*divmod(number, 1000)))
+                for number, actual in zip(numbers, joined, strict=True):
+                    assert np.array_equal(
+                        actual[:-2].reshape(SHAPE), picture(*divmod(number, 1000))
+                    )
                 num_frames += len(numbers)
         assert num_frames == sum(LENGTHS)
         # Opening decodes one, to learn its size

@@ -74,9 +74,9 @@ def quiet(make):
 def test_a_damaged_picture_raises_with_file_episode_and_frame_by_default(tmp_path, length):
     windows = WindowDataset(damaged_set(tmp_path), length)
     file = sorted((tmp_path / "set").glob("data/**/*.parquet"))[1]
-    with pytest.raises(CorruptFileError) as found:
+    with pytest.raises(CorruptFileError) as actual:
         list(WindowLoader(windows, 4, shuffle=False))
-    text = str(found.value)
+    text = str(actual.value)
     assert f"frame 4 of episode '1' in '{file}' cannot be read: " in text
     assert "a truncated PNG" in text and "open the dataset again" not in text
     number = next(
@@ -119,8 +119,8 @@ def _touching(length: int) -> tuple[int, int]:
 def test_every_damaged_picture_loses_its_own_windows_only(tmp_path):
     damaged = [(0, 0), (1, 0), (1, 5), (1, 9), (3, 3)]
     windows = WindowDataset(damaged_set(tmp_path, damaged), 1, on_error="skip")
-    found = quiet(lambda: seen(WindowLoader(windows, 4, shuffle=False)))
-    assert found == [(e, t) for e in range(4) for t in range(10) if (e, t) not in damaged]
+    actual = quiet(lambda: seen(WindowLoader(windows, 4, shuffle=False)))
+    assert actual == [(e, t) for e in range(4) for t in range(10) if (e, t) not in damaged]
     assert windows.num_lost_windows == len(damaged)
 
 
@@ -132,8 +132,8 @@ def test_windows_skipped_by_workers_are_counted_in_the_main_process(tmp_path, co
         "collate_fn": windows.collate,
         "multiprocessing_context": context,
     }
-    found = seen(DataLoader(windows, 4, **options))
-    assert found == [(e, t) for e in range(4) for t in range(10) if (e, t) != (1, 4)]
+    actual = seen(DataLoader(windows, 4, **options))
+    assert actual == [(e, t) for e in range(4) for t in range(10) if (e, t) != (1, 4)]
     assert windows.num_lost_windows == 1
     with pytest.warns(RolloutDataWarning):
         assert any("frame 4 of episode '1'" in str(problem) for problem in windows.problems)
@@ -184,15 +184,15 @@ def test_a_mixture_skips_windows_like_its_members(tmp_path):
     mixture = WindowMixture([data, sound], length=1, on_error="skip")
     loader = WindowLoader(mixture, 8, seed=3)
     order = loader.order(0)
-    found = quiet(lambda: seen(loader))
-    assert len(found) == len(order) - int((order == 14).sum())
+    actual = quiet(lambda: seen(loader))
+    assert len(actual) == len(order) - int((order == 14).sum())
     assert mixture.num_lost_windows == int((order == 14).any())
     strict = WindowMixture([WindowDataset(data, 1), WindowDataset(sound, 1)])
     if (order == 14).any():
         with pytest.raises(CorruptFileError, match="frame 4 of episode '1'"):
             list(WindowLoader(strict, 8, seed=3))
         assert len(quiet(lambda: seen(WindowLoader(strict, 8, seed=3, on_error="skip")))) == len(
-            found
+            actual
         )
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_chunk_of_block_files_is_skipped_too(tmp_path):
     path = next((tmp_path / "own").glob("*.h5"))
     data = bytearray(path.read_bytes())
     at = len(data) // 2
-    data[at : at + 4] = bytes(255 - one for one in data[at : at + 4])
+    data[at : at + 4] = bytes(255 - item for item in data[at : at + 4])
     path.write_bytes(data)
     windows = WindowDataset(tmp_path / "own", 1, on_error="skip")
     batches = quiet(lambda: list(WindowLoader(windows, 8, shuffle=False)))
@@ -255,7 +255,7 @@ class Rows:
         asked = [
             {name: np.array([value], object) for name, value in task.items()} for task in self.tasks
         ]
-        return [function(one) for one in asked]
+        return [function(item) for item in asked]
 
 
 @pytest.mark.each_value

@@ -53,10 +53,10 @@ AXES = {"rgb": (0, 1, 2, 3), "depth": (0, 1, 3, 4), "plane": (0, 1, 2, 3)}
 
 def test_statistics_equal_those_of_numpy(tmp_path):
     arrays = record(tmp_path)
-    found = WindowDataset(tmp_path, 4).statistics(LEVELS, progress=False, use_cache=False)
-    assert set(found) == {*arrays, "action"}
+    actual = WindowDataset(tmp_path, 4).statistics(LEVELS, progress=False, use_cache=False)
+    assert set(actual) == {*arrays, "action"}
     for name, array in arrays.items():
-        one, axes = found[name], AXES.get(name.rpartition("/")[2], (0, 1))
+        item, axes = actual[name], AXES.get(name.rpartition("/")[2], (0, 1))
         wide = array.astype(np.float64)
         keep = {"axis": axes, "keepdims": True}
         expected = {
@@ -66,7 +66,7 @@ def test_statistics_equal_those_of_numpy(tmp_path):
             "max": wide.max(**keep),
         }
         for part, value in expected.items():
-            result = getattr(one, part)
+            result = getattr(item, part)
             assert result.shape == value.shape[2:]
             assert result.dtype == (
                 torch.float64 if name.endswith(("wide", "steps")) else torch.float32
@@ -75,9 +75,9 @@ def test_statistics_equal_those_of_numpy(tmp_path):
                 result.numpy(), value[0, 0], rtol=1e-6, err_msg=f"{name} {part}"
             )
         quantiles = np.quantile(wide, LEVELS, **keep)[:, 0, 0]
-        np.testing.assert_allclose(one.quantiles.numpy(), quantiles, rtol=1e-6, err_msg=name)
-        assert one.quantile_error == 0 and one.num_frames == 180 and one.levels == LEVELS
-    assert found["action"].std.tolist() == [0, 0] and found["action"].mean.tolist() == [7, 7]
+        np.testing.assert_allclose(item.quantiles.numpy(), quantiles, rtol=1e-6, err_msg=name)
+        assert item.quantile_error == 0 and item.num_frames == 180 and item.levels == LEVELS
+    assert actual["action"].std.tolist() == [0, 0] and actual["action"].mean.tolist() == [7, 7]
 
 
 CONSTANTS = np.array([0.1, 3.3e-5, -0.7, 1e6 + 0.1, 1e200])
@@ -103,31 +103,31 @@ def long(tmp_path_factory):
         writer.add_rollout(
             observation=arrays, action=action, reward=np.zeros(shape, np.float32), done=done
         )
-    found = WindowDataset(folder).statistics(LEVELS, progress=False, use_cache=False)
-    return {name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items()}, found
+    actual = WindowDataset(folder).statistics(LEVELS, progress=False, use_cache=False)
+    return {name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items()}, actual
 
 
 def test_statistics_of_several_portions_equal_those_of_numpy(long):
-    arrays, found = long
-    one, values = found["observation/filling"], arrays["filling"]
+    arrays, actual = long
+    item, values = actual["observation/filling"], arrays["filling"]
     for part in ("mean", "std", "min", "max"):
         np.testing.assert_allclose(
-            getattr(one, part).numpy(), getattr(values, part)(axis=0), rtol=1e-9, err_msg=part
+            getattr(item, part).numpy(), getattr(values, part)(axis=0), rtol=1e-9, err_msg=part
         )
     np.testing.assert_allclose(
-        one.quantiles.numpy(), np.quantile(values, LEVELS, axis=0), rtol=1e-9
+        item.quantiles.numpy(), np.quantile(values, LEVELS, axis=0), rtol=1e-9
     )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, about the infinities
 def test_statistics_of_non_finite_values_equal_those_of_numpy(long):
-    arrays, found = long
-    one = found["observation/odd"]
+    arrays, actual = long
+    item = actual["observation/odd"]
     for part in ("mean", "std", "min", "max"):
         np.testing.assert_allclose(
-            getattr(one, part).numpy(), getattr(arrays["odd"], part)(axis=0), err_msg=part
+            getattr(item, part).numpy(), getattr(arrays["odd"], part)(axis=0), err_msg=part
         )
-    assert torch.isnan(one.quantiles[LEVELS.index(0.5)]).tolist() == [
+    assert torch.isnan(item.quantiles[LEVELS.index(0.5)]).tolist() == [
         False,
         False,
         True,
@@ -145,9 +145,9 @@ def test_a_sketch_of_non_finite_values_equals_numpy():
 
 
 def test_constants_have_a_deviation_of_zero(long):
-    one = long[1]["action"]
-    assert one.std.tolist() == [0] * 5
-    np.testing.assert_allclose(one.mean.numpy(), CONSTANTS, rtol=1e-12)
+    item = long[1]["action"]
+    assert item.std.tolist() == [0] * 5
+    np.testing.assert_allclose(item.mean.numpy(), CONSTANTS, rtol=1e-12)
 
 
 def test_a_split_has_statistics_of_its_own_frames(tmp_path):
@@ -155,10 +155,10 @@ def test_a_split_has_statistics_of_its_own_frames(tmp_path):
     for split in ("train", "validation"):
         dataset = WindowDataset(tmp_path, split=split, validation_fraction=0.5)
         values = dataset.__getitems__(range(len(dataset)))["observation"][:, 0].double()
-        found = dataset.statistics(progress=False)["observation"]
-        torch.testing.assert_close(found.mean.double(), values.mean(0), rtol=1e-6, atol=0)
+        actual = dataset.statistics(progress=False)["observation"]
+        torch.testing.assert_close(actual.mean.double(), values.mean(0), rtol=1e-6, atol=0)
         torch.testing.assert_close(
-            found.std.double(), values.std(0, correction=0), rtol=1e-6, atol=0
+            actual.std.double(), values.std(0, correction=0), rtol=1e-6, atol=0
         )
 
 
@@ -166,10 +166,10 @@ def test_coded_components_are_decoded_for_statistics(tmp_path):
     coded.record(tmp_path)
     dataset = WindowDataset(tmp_path, fields=["observation/depth", "observation/image"])
     values = dataset.__getitems__(range(len(dataset)))["observation"]
-    found = dataset.statistics(progress=False)
+    actual = dataset.statistics(progress=False)
     for name in ("depth", "image"):
         torch.testing.assert_close(
-            found[f"observation/{name}"].mean.flatten()[0], values[name].mean(), rtol=1e-5, atol=0
+            actual[f"observation/{name}"].mean.flatten()[0], values[name].mean(), rtol=1e-5, atol=0
         )
 
 
@@ -194,11 +194,11 @@ def test_the_cache_is_used_until_the_data_or_the_arguments_change(tmp_path, is_c
     first = dataset.statistics(progress=False)
     other_windows = WindowDataset(tmp_path, 3)
     assert not is_computed(other_windows)
-    for name, one in other_windows.statistics().items():
+    for name, item in other_windows.statistics().items():
         for part in ("mean", "std", "min", "max", "quantiles"):
-            assert torch.equal(getattr(one, part), getattr(first[name], part))
+            assert torch.equal(getattr(item, part), getattr(first[name], part))
         same = ("levels", "quantile_error", "num_frames")
-        assert [getattr(one, part) for part in same] == [
+        assert [getattr(item, part) for part in same] == [
             getattr(first[name], part) for part in same
         ]
     train = WindowDataset(tmp_path, split="train", validation_fraction=0.5)
@@ -314,18 +314,18 @@ def test_exact_quantiles_equal_those_of_numpy(num, is_signed, seed):
         info.min, info.max, (num, 2), dtype, endpoint=True
     )
     expected = np.quantile(values.astype(np.float64), LEVELS, axis=0)
-    for found in (ByteCounts(2, dtype), QuantileSketch(2, dtype, num)):
-        found.add(values[: num // 3])
-        found.add(values[num // 3 :])
-        np.testing.assert_allclose(found.at(LEVELS), expected, atol=1e-9)
+    for actual in (ByteCounts(2, dtype), QuantileSketch(2, dtype, num)):
+        actual.add(values[: num // 3])
+        actual.add(values[num // 3 :])
+        np.testing.assert_allclose(actual.at(LEVELS), expected, atol=1e-9)
 
 
 def test_large_fields_use_a_sketch_with_bounded_memory():
     dtype = np.dtype(np.float32)
     portion = np.zeros((1 << 20, 2), dtype)
     for num_rows, is_exact in ((8 << 20, True), ((8 << 20) + 1, False)):  # 64 MiB, and more
-        found = quantiles_of(num_rows, 2, dtype)
+        actual = quantiles_of(num_rows, 2, dtype)
         for start in range(0, num_rows, len(portion)):
-            found.add(portion[: num_rows - start])
-        assert (found.error == 0) == is_exact
+            actual.add(portion[: num_rows - start])
+        assert (actual.error == 0) == is_exact
     assert isinstance(quantiles_of(1 << 40, 2, np.dtype(np.uint8)), ByteCounts)

@@ -30,37 +30,37 @@ def check(
     padding,
 ):
     """Compare every window with the model: all windows, each once."""
-    by_number = {one.number: one for one in done}
+    by_number = {item.number: item for item in done}
     keys, anchor = dataset.locate(np.arange(len(dataset)))
     numbers = [number for _, number in keys]
     all_deltas = [delta for values in deltas.values() for delta in values]
     wanted = [
-        (one.number, t)
-        for one in done
-        for t in model.anchors(one.length, all_deltas, stride, padding)
+        (item.number, t)
+        for item in done
+        for t in model.anchors(item.length, all_deltas, stride, padding)
     ]
     assert sorted(zip(numbers, anchor.tolist(), strict=True)) == sorted(wanted)
     batch = dataset.__getitems__(list(range(len(dataset))))
     for k, (number, t) in enumerate(zip(numbers, anchor.tolist(), strict=True)):
-        one = by_number[number]
+        item = by_number[number]
         for name, field_deltas in deltas.items():
-            expected = model.window(one, t, field_deltas, padding)
+            expected = model.window(item, t, field_deltas, padding)
             mask = batch["mask"] if isinstance(batch["mask"], torch.Tensor) else batch["mask"][name]
             assert (mask[k].numpy() == expected.mask).all()
-            found = batch[name][k].numpy()
+            actual = batch[name][k].numpy()
             if name == "action":
-                assert (found == expected.values[:, :2] * 10).all()
+                assert (actual == expected.values[:, :2] * 10).all()
             elif name == "privileged_observation":
-                assert (found == -expected.values).all()
+                assert (actual == -expected.values).all()
             else:
                 assert (
-                    found
+                    actual
                     == {"done": expected.done, "timeout": expected.timeout}.get(
                         name, expected.values
                     )
                 ).all()
         if "next_observation" in batch:
-            rows, mask = model.next_window(one, t, deltas["observation"], padding)
+            rows, mask = model.next_window(item, t, deltas["observation"], padding)
             assert (batch["next_observation"][k].numpy() == rows).all()
             assert (batch["next_mask"]["observation"][k].numpy() == mask).all()
 
@@ -192,19 +192,19 @@ def test_windows_of_coded_components_equal_windows_of_raw_components(tmp_path, p
     assert len(ours) == len(theirs) > 0
     batch, expected = (dataset.__getitems__(range(len(dataset))) for dataset in (ours, theirs))
     for group in ("observation", "next_observation", "mask", "next_mask"):
-        found, wanted = batch[group], expected[group]
+        actual, wanted = batch[group], expected[group]
         if group.endswith("mask"):
-            found, wanted = found["observation"], wanted["observation"]
+            actual, wanted = actual["observation"], wanted["observation"]
         for name in coded.COMPONENTS:
-            assert found[name].shape == (
+            assert actual[name].shape == (
                 len(ours),
                 3,
                 *(coded.COMPONENTS[name][0] if "mask" not in group else ()),
             )
             if name in coded.LOSSY and "mask" not in group:
-                torch.testing.assert_close(found[name], wanted[name], atol=0.01, rtol=0)
+                torch.testing.assert_close(actual[name], wanted[name], atol=0.01, rtol=0)
             else:
-                assert torch.equal(found[name], wanted[name]), (group, name)
+                assert torch.equal(actual[name], wanted[name]), (group, name)
 
 
 def test_only_the_requested_coded_components_are_read(tmp_path):
@@ -259,7 +259,7 @@ def test_several_folders_are_one_dataset(tmp_path):
         (int(n), int(f))
         for n, f in dataset.__getitems__(range(len(dataset)))["observation"][:, 0, :2]
     }
-    assert seen == {(one.number, t) for one in first + second for t in range(one.length - 2)}
+    assert seen == {(item.number, t) for item in first + second for t in range(item.length - 2)}
 
 
 @pytest.mark.filterwarnings("ignore:there is no window")
@@ -304,10 +304,10 @@ def test_splits_differ_by_seed_and_more_data_move_few_trajectories(tmp_path):
 
 
 def test_a_split_of_several_folders_equals_the_splits_of_each_folder(tmp_path):
-    one, copy, other = (tmp_path / name for name in ("one", "copy", "other"))
-    for folder, writer in ((one, "a"), (other, "b")):
+    item, copy, other = (tmp_path / name for name in ("one", "copy", "other"))
+    for folder, writer in ((item, "a"), (other, "b")):
         recorded.record(folder, [2] * 60, num_envs=3, writer_name=writer)
-    shutil.copytree(one, copy)
+    shutil.copytree(item, copy)
 
     def validation(folders):
         dataset = WindowDataset(folders, split="validation", validation_fraction=0.2)
@@ -317,7 +317,7 @@ def test_a_split_of_several_folders_equals_the_splits_of_each_folder(tmp_path):
             for label in ("0:", "1:", "")
         ]
 
-    alone = validation(one)[2]
-    assert validation([one, copy])[:2] == [alone, alone] and len(alone) == 12
-    for mixed, own in zip(validation([other, one]), (validation(other)[2], alone), strict=False):
+    alone = validation(item)[2]
+    assert validation([item, copy])[:2] == [alone, alone] and len(alone) == 12
+    for mixed, own in zip(validation([other, item]), (validation(other)[2], alone), strict=False):
         assert mixed <= own or mixed >= own

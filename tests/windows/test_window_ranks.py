@@ -31,13 +31,13 @@ def datasets(tmp_path_factory):
 
     Each window is one frame.
     """
-    found = {}
+    result = {}
     for size in SIZES:
         path = tmp_path_factory.mktemp(f"windows{size}")
         recorded.record(path, [size], first_number=size)
-        found[size] = WindowDataset(path, 1)
-    found["mixture"] = WindowMixture([found[16], found[25]], [1, 2])
-    return found
+        result[size] = WindowDataset(path, 1)
+    result["mixture"] = WindowMixture([result[16], result[25]], [1, 2])
+    return result
 
 
 def names(batch):
@@ -61,8 +61,8 @@ def side_by_side(loaders, num_batches):
             break
         batches.append(list(chain(*parts)))
         sizes.append([len(part) for part in parts])
-    for one in iterators:
-        one.close()
+    for item in iterators:
+        item.close()
     return batches, sizes
 
 
@@ -143,7 +143,7 @@ def test_resuming_with_any_number_of_ranks_keeps_the_order_of_one_rank(
         states = [loader.state_dict() for loader in loaders]
         if num_batches:
             state = states[0]
-        assert num_batches == 0 or even == "none" or all(one == state for one in states)
+        assert num_batches == 0 or even == "none" or all(item == state for item in states)
 
 
 @pytest.mark.each_value
@@ -173,9 +173,9 @@ def test_even_pads_or_drops_25_windows_in_batches_of_4(datasets):
             WindowLoader(datasets[25], 4, shuffle=False, shard=(rank, 2), **options)
             for rank in range(2)
         ]
-        found = [list(map(names, loader)) for loader in loaders]
-        assert [len(loader) for loader in loaders] == [len(batches) for batches in found]
-        return found
+        actual = [list(map(names, loader)) for loader in loaders]
+        assert [len(loader) for loader in loaders] == [len(batches) for batches in actual]
+        return actual
 
     windows = all_names(datasets[25])
     full = [[windows[8 * k + 4 * r : 8 * k + 4 * r + 4] for k in range(3)] for r in range(2)]
@@ -306,7 +306,7 @@ def test_deleted_windows_are_left_out_and_the_others_keep_their_order(
         for loader in loaders if state is not None else ():
             loader.load_state_dict(json.loads(json.dumps(state)))
         kept = set(all_names(opened(None))) if state is not None else set(expected)
-        expected = [one for k, one in enumerate(expected) if k < position or one in kept]
+        expected = [item for k, item in enumerate(expected) if k < position or item in kept]
         assert loaders[0].epoch == (position == len(expected))
         if loaders[0].epoch:
             break

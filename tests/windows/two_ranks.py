@@ -24,20 +24,20 @@ def main(folder: Path) -> None:
         recorded.record(folder, [9], first_number=50, writer_name="later")
         dataset = WindowDataset(folder, 1)
     loader = WindowLoader(dataset, 4, seed=1)
-    found = {"len": len(loader), "epochs": []}
+    actual = {"len": len(loader), "epochs": []}
     for _ in range(2):
         batches = []
         for batch in loader:
             batches.append(batch["observation"][:, 0, 2].tolist())
             torch.distributed.barrier()  # hangs unless all ranks have equally many
-        found["epochs"].append(batches)
+        actual["epochs"].append(batches)
     mixture = WindowMixture([dataset])
     sampler = mixture.sampler(seed=1)
     batches = torch.utils.data.DataLoader(mixture, 30, sampler=sampler, collate_fn=mixture.collate)
-    found["draws"] = next(iter(batches))["observation"][:, 0, 2].tolist()
+    actual["draws"] = next(iter(batches))["observation"][:, 0, 2].tolist()
     # One write at a time: lines of ranks would mix.
     lines = [None, None]
-    torch.distributed.all_gather_object(lines, found)
+    torch.distributed.all_gather_object(lines, actual)
     if rank == 0:
         print(json.dumps(lines))
     torch.distributed.destroy_process_group()
