@@ -1,7 +1,9 @@
-"""Order of the windows of remote data: chunks in random order, windows shuffled within groups.
+"""Order in which an epoch reads windows from remote files: shuffled, but in large requests.
 
-The order is a function of (seed, epoch), the frames per chunk, the chunks per group, and the
-positions of trajectories in their files. Prefetching follows the order and does not change it.
+The files are divided into chunks, which are shuffled and then divided into groups. The windows are
+shuffled within each group. The order is a function of (seed, epoch), the frames per chunk, the
+chunks per group, and the positions of trajectories in their files. Prefetching follows the order
+and does not change it.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class ChunkedOrder:
             their numbers.
 
     Attributes:
-        bounds: int64 `[G + 1]`, position of the first window of each of the G groups, then the
-            total number of windows.
+        bounds: int64 `[G + 1]`, position in the order at which each of the G groups starts, then
+            the total number of windows.
     """
 
     def __init__(
@@ -49,22 +51,23 @@ class ChunkedOrder:
         counts = np.diff(windows.first_window)[place]
         place = place[counts > 0]
         counts = counts[counts > 0]
-        # Chunks may span trajectories, so frames are numbered through all files, in file order.
+        # Chunks may span trajectories, so frames are numbered over all files, in file order.
         stop = np.cumsum(windows.lengths[place])
         first_anchor = stop - windows.lengths[place] + windows.first_anchor
         last_anchor = first_anchor + (counts - 1) * windows.stride
         first_chunk = first_anchor // num_frames
         num_parts = last_anchor // num_frames - first_chunk + 1
-        # A part is the piece of a trajectory within one chunk. `part` has its index into `place`.
+        # A part is the piece of a trajectory within one chunk. `part` has the index into `place` of
+        # the trajectory of each part.
         part = np.repeat(np.arange(len(place)), num_parts)
         chunk = counted_from(first_chunk, num_parts)
-        # The windows `low:high` of the trajectory have their anchors in this part (rounded up).
+        # The anchors of the windows `low:high` of the trajectory are in this part.
         low = -(-(chunk * num_frames - first_anchor[part]) // windows.stride)
         high = -(-((chunk + 1) * num_frames - first_anchor[part]) // windows.stride)
         low = np.maximum(low, 0)
         high = np.minimum(high, counts[part])
         part, chunk, low, high = (column[high > low] for column in (part, chunk, low, high))
-        # Number the chunks anew, without the chunks that contain no anchor.
+        # Renumber the chunks from 0, without the chunks that contain no anchor.
         _, chunk = np.unique(chunk, return_inverse=True)
         num_all = int(chunk[-1]) + 1 if len(chunk) else 0
         rank = np.empty(num_all, np.int64)
@@ -91,12 +94,12 @@ class ChunkedOrder:
         return numbers
 
     def ranges(self, group: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the windows of a group of chunks as ranges of windows of a trajectory.
+        """Return the windows of a group of chunks as ranges, each within one trajectory.
 
         Returns:
-            The trajectory of each range, an index into `windows.trajectories`; its first window; and
-            its stop window: int64 `[num_ranges]` each. Windows are counted from the first window of
-            the trajectory.
+            Three int64 arrays `[num_ranges]`: the trajectory of each range, as an index into
+            `windows.trajectories`, its first window and its stop window. Windows are counted from
+            the first window of the trajectory.
         """
         part = slice(int(self._parts[group]), int(self._parts[group + 1]))
         return self._place[part], self._low[part], self._high[part]
@@ -109,7 +112,7 @@ class ChunkedOrder:
 
 
 class Route:
-    """Prefetcher that fetches the rows of windows one group of chunks ahead of the reader.
+    """Prefetches rows of remote files, one group of chunks ahead of the reader.
 
     Args:
         source: Source of the rows.
@@ -129,9 +132,10 @@ class Route:
         self._fetched: dict[int, list[FetchedRows]] = {}
 
     def advance(self, start: int, stop: int) -> None:
-        """Prefetch the rows for the next read, at positions `start:stop` of the epoch.
+        """Prefetch rows before the windows at positions `start:stop` of the epoch are read.
 
-        Rows of earlier groups are released. The rows of the following group are prefetched too.
+        The rows of the following group of chunks are prefetched too. Rows of earlier groups are
+        released.
         """
         bounds = self._order.bounds
         stop = min(stop, int(bounds[-1]))
@@ -139,7 +143,7 @@ class Route:
         for group in [earlier for earlier in self._fetched if earlier < low]:
             for rows in self._fetched.pop(group):
                 rows.drop()
-        # Limits memory to two groups, unless a single batch needs more.
+        # Fetch at most two groups, to limit memory, unless a single batch needs more.
         for group in range(low, min(max(low + 2, high + 1), len(bounds) - 1)):
             if group not in self._fetched:
                 self._fetched[group] = self._fetch(group)
@@ -153,7 +157,7 @@ class Route:
         fetched = []
         for name, number in self._plan.columns.items():
             first, last = self._plan.shapes[number].reach
-            if stride > last - first + 1:  # There are gaps between windows. Do not fetch the gaps.
+            if stride > last - first + 1:  # Windows do not touch. Do not fetch the rows between.
                 which = np.repeat(np.arange(len(low)), high - low)
                 begin = first_anchor + counted_from(low, high - low) * stride
                 end = begin

@@ -18,12 +18,12 @@ from storage.errors import MissingFieldError, UsageError, nearest
 from ..sources.recordings.field_statistics import FieldStatistics
 
 NormalizationMode = Literal["mean_std", "min_max", "quantiles"]
-#: Minimum ratio of scale to offset. A feature with a smaller ratio counts as constant, because its
-#: variation is close to the resolution of float32.
+#: Minimum ratio of the scale of a feature to its offset. A feature with a smaller ratio counts as
+#: constant, because its variation is close to the resolution of float32.
 _LEAST_PART = 1e-6
-#: Minimum difference of two quantiles, relative to the larger absolute value of the two. A feature
-#: with a smaller ratio counts as constant. Otherwise a value outside the quantiles could become
-#: larger than 1000.
+#: Minimum difference of the two quantiles of a feature, divided by the larger absolute value of the
+#: two. A feature with a smaller ratio counts as constant. Otherwise the normalized value of a frame
+#: outside the quantiles could be larger than 1000.
 _LEAST_QUANTILE_PART = 1 / 500
 _OFFSET = "offset:"
 _SCALE = "scale:"
@@ -129,7 +129,7 @@ class Normalizer(torch.nn.Module):
         return self._apply_to_values(values, name, lambda x, offset, scale: x * scale + offset)
 
     def forward(self, values: Any, name: str | None = None) -> Any:
-        """Return `normalize(values, name)`, so that the module can be called."""
+        """Normalize values, so that the module can be called like a layer: see `normalize`."""
         return self.normalize(values, name)
 
     def extra_repr(self) -> str:
@@ -153,7 +153,7 @@ class Normalizer(torch.nn.Module):
         return _apply(values, name, *numbers, function)
 
     def _of_batch(self, values: Any, prefix: str, function: Any) -> Any:
-        if hasattr(values, "_asdict"):  # Statistics name fields in "extras" without a prefix.
+        if hasattr(values, "_asdict"):  # A `Transition`. Statistics have no prefix "extras/".
             named = values._asdict()
             extras = named.pop("extras", None)
             moved = self._of_batch(named, prefix, function)
@@ -171,10 +171,10 @@ class Normalizer(torch.nn.Module):
         return out
 
     def _parameters_of(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return the offset and the scale for a tensor of a batch with this name.
+        """Return the offset and the scale for the tensor `name` of a batch.
 
-        The name may be that of a field, of a next observation, or of joined components. The result
-        is None if the normalizer has no such field.
+        The name is that of a field, of a next observation, or of joined components. For other names
+        the result is None, so that the tensor is not changed.
         """
         names = self.fields
         for field in (name, name.removeprefix(_NEXT)):
@@ -191,7 +191,7 @@ class Normalizer(torch.nn.Module):
 
 
 def _min_ranges(min_range: Any, statistics: Mapping[str, FieldStatistics]) -> dict[str, float]:
-    """Check `min_range` and map each field to its minimum distance of quantiles."""
+    """Check the argument `min_range` and return the minimum quantile distance of each field."""
     if min_range is None:
         return {}
     ranges: dict[str, float] = {}
@@ -247,12 +247,13 @@ def _offset_and_scale(
 
 
 def _apply(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: Any) -> Tensor:
-    """Return `function(values, offset, scale)` after a check of the shape of `values`.
+    """Normalize values, or reverse the normalization, after a check of their shape.
 
-    Floating-point values keep their dtype. Other values are converted to float32.
+    `function(values, offset, scale)` computes the result. Floating-point values keep their dtype.
+    Other values are converted to float32.
     """
     sizes = zip(offset.shape[::-1], values.shape[::-1], strict=False)
-    # Statistics of images and similar fields have axes of length 1, which cover all pixels.
+    # Statistics of images have axes of length 1, because all pixels share the same statistics.
     may_repeat = offset.dim() > 1
     if offset.dim() > values.dim() or any(
         mine != size and not (may_repeat and mine == 1) for mine, size in sizes

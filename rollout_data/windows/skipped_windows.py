@@ -1,4 +1,4 @@
-"""Windows skipped because of damaged data, counted once over all worker processes."""
+"""Record of windows that were skipped because of damaged data, shared by all worker processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ OnError = Literal["raise", "skip"]
 
 
 class WindowLosses:
-    """Windows of a dataset that were skipped by this process or its worker processes.
+    """Windows of a dataset that this process or its worker processes have skipped.
+
+    A window that several processes have skipped counts once.
 
     Attributes:
         known: Names of windows that this process skipped, as text.

@@ -157,7 +157,7 @@ class WindowDataset(WindowBatches):
     ) -> None:
         self.on_error = choice("on_error", on_error, get_args(OnError))
         self.losses = WindowLosses()
-        #: Number of the window that was last found readable.
+        #: A window that was readable at the last check. The next check tries it first.
         self._intact = 0
         self.data_dir = data_dir
         self._origins = present_origins_of(data_dir)
@@ -176,7 +176,8 @@ class WindowDataset(WindowBatches):
         self._remote = checked_remote(remote)
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: Any = None
-        #: Shared memory with the index, for a spawned worker; None in other processes.
+        #: Shared memory with the index of trajectories, which a spawned worker maps instead of
+        #: reading all headers. None in other processes.
         self._spot: Spot | None = None
         self._may_lack = False
         self._open()
@@ -184,9 +185,9 @@ class WindowDataset(WindowBatches):
             warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
 
     def _open(self) -> None:
-        """Open the folders. If `opened_as` is set, open the same snapshot as before.
+        """Open the folders. An unpickled copy opens the same snapshot as the original.
 
-        `opened_as` is set in an unpickled copy and in the result of `at`.
+        The snapshot is identified by `opened_as`, which is None in a new dataset.
         """
         super()._open()
         self._source = LiveSource(
@@ -267,7 +268,7 @@ class WindowDataset(WindowBatches):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle. A spawned worker also receives the index in shared memory."""
+        """Return the state to pickle. For a spawned worker it includes the index in shared memory."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
         return {
             **super().__getstate__(),
@@ -293,7 +294,11 @@ class WindowDataset(WindowBatches):
         )
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowDataset:
-        """Return a dataset that reads the snapshot described by `opened_as`.
+        """Return a dataset that reads an earlier snapshot of the folders.
+
+        Args:
+            opened_as: Attribute `opened_as` of a dataset that has opened the snapshot.
+            may_lack: Whether trajectories of the snapshot may be missing.
 
         Raises:
             DataFileError: Trajectories of the snapshot were deleted, and `may_lack` is False. For
@@ -302,8 +307,8 @@ class WindowDataset(WindowBatches):
         """
         if self.opened_as == opened_as:
             return self
-        # The order of remote windows depends on the bounds of chunks, which a missing trajectory
-        # would shift.
+        # Remote windows are shuffled in chunks of files. Without a trajectory, the bounds of chunks
+        # and thus the order would differ.
         may_lack &= not self._source.is_remote
         earlier: WindowDataset = object.__new__(type(self))
         earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as, "_may_lack": may_lack})
@@ -350,7 +355,10 @@ class WindowDataset(WindowBatches):
 
     @property
     def texts(self) -> dict[int, str]:
-        """Texts by number, as stored in text fields and `task`. Each access reads all files."""
+        """Map from number to text. Text fields and `task` contain the numbers.
+
+        Each access reads all files.
+        """
         return self._notes.texts(self._snapshot)
 
     @property
@@ -370,7 +378,7 @@ class WindowDataset(WindowBatches):
 
     @property
     def form(self) -> tuple[str, ...]:
-        """Description of each field as text. Datasets with equal forms have compatible batches."""
+        """Description of the batches as text. Batches of datasets with equal forms can be mixed."""
         schema = self._snapshot.layouts[DATA].schema
         words = [
             f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"
@@ -393,15 +401,17 @@ class WindowDataset(WindowBatches):
         return self._snapshot.index.keys(self.trajectories[place]), anchor
 
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
-        """Return all window numbers in shuffled order, and the sort key of each, int64 ascending.
+        """Return the numbers of all windows in the shuffled order of an epoch, and their sort keys.
 
-        The order depends only on the epoch and the names of the windows. Windows of remote files
-        have the order of `ChunkedOrder`. `until` exists for `WindowMixture` only.
+        The sort keys are ascending, int64. The order depends only on the epoch and the names of the
+        windows. Windows of remote files have the order of `ChunkedOrder`. This class ignores
+        `until`; `WindowMixture` uses it.
         """
         if self._source.is_remote:
             return self._chunked(epoch).windows(), np.arange(len(self))
         keys = self._windows.random_keys(epoch) ^ np.uint64(1 << 63)
-        # With the top bit flipped, int64 sorts like uint64. torch takes 1/3 of numpy's time.
+        # torch sorts in a third of numpy's time, but sorts no uint64. With the top bit flipped,
+        # int64 numbers have the order of the uint64 numbers.
         ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)), stable=True)
         return windows.numpy(), ordered.numpy()
 
@@ -411,10 +421,11 @@ class WindowDataset(WindowBatches):
         return Route(self._snapshot, self.plan, self._windows, self._chunked(epoch)).advance
 
     def _chunks(self) -> list[int]:
-        """Return [frames per chunk, chunks per group] for remote files, [] for local files.
+        """Return the chunk size of remote files as [frames per chunk, chunks per group].
 
-        A window may reach beyond the chunk of its anchor. So a chunk has fewer frames than fit into
-        `chunk_bytes`, to leave room for these frames.
+        The result is [] for local files, which are not read in chunks. A window may contain frames
+        outside of the chunk of its anchor. So a chunk has fewer frames than fit into `chunk_bytes`,
+        to leave room for these frames.
         """
         if not self._source.is_remote:
             return []
@@ -437,15 +448,16 @@ class WindowDataset(WindowBatches):
         return self._windows.random_keys(epoch)
 
     def name(self, window: int) -> list[Any]:
-        """Return the name of a window, which identifies it in every snapshot of the folder.
+        """Return the name of a window, which identifies the window in every snapshot of the folder.
 
-        It is a list: end time of the trajectory, writer, number of the trajectory, number of the
-        window in the trajectory. Names are ordered. A name keeps its position in the order after its window is deleted.
+        A name is a list: end time of the trajectory, writer, number of the trajectory, number of
+        the window in the trajectory. Names are ordered. The order of two names does not change when
+        windows are deleted.
         """
         return self._windows.name(window)
 
     def num_upto(self, name: Sequence[Any]) -> int:
-        """Return the number of windows whose name is at most `name`."""
+        """Return the number of windows up to and including `name`, in the order of names."""
         return self._windows.num_upto(*name)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
@@ -476,8 +488,8 @@ class WindowDataset(WindowBatches):
             if problem is None:
                 self._intact = window
                 return
-            # If the file of a block was deleted, none of its windows is readable. Mark them all at
-            # once, instead of trying each of them.
+            # If a block file was deleted, no window of its trajectories is readable. Mark these
+            # trajectories as lost, instead of trying each window.
             if isinstance(problem, LostBlockError) and not isinstance(
                 problem.__cause__, DataFileError
             ):
@@ -497,7 +509,7 @@ class WindowDataset(WindowBatches):
         return problem
 
     def _failure_of(self, window: int) -> DataFileError | None:
-        """Return the error raised by reading a window; None if it is readable."""
+        """Try to read a window and return the error; None if the window is readable."""
         place, anchor = self._windows.find(np.array([window]))
         try:
             self._reader.read(place, anchor, self._pool.empty)

@@ -25,7 +25,8 @@ from ..sources.rows.row_source import Rows
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
-#: Number of low bits of an int64 arrival time that store the time within a turn; see `arrivals`.
+#: A random time is an int64 number. Its low bits are the time within a turn, and its high bits are
+#: the number of the turn; see `arrivals`. This is the number of low bits.
 _TURN_BITS = 60
 
 
@@ -118,7 +119,7 @@ class WindowIndex:
         place = self.first_window.searchsorted(windows, side="right") - 1
         return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
 
-    # The following keys and names do not change when trajectories are added or deleted.
+    # Keys and names of windows do not change when trajectories are added or deleted.
 
     def random_keys(self, epoch: Epoch) -> np.ndarray:
         """Return the sort key of each window, uint64: a hash of the epoch and the window's name."""
@@ -128,7 +129,10 @@ class WindowIndex:
         return mixed(np.repeat(keys, counts) + step.astype(np.uint64))
 
     def name(self, window: int) -> list[Any]:
-        """Return the name of a window: trajectory name, then window number in the trajectory."""
+        """Return the name of a window: trajectory name, then window number in the trajectory.
+
+        Window numbers change when trajectories are added or deleted, names do not.
+        """
         place = int(np.searchsorted(self.first_window, window, side="right")) - 1
         return [
             *self._index.name(int(self.trajectories[place])),
@@ -136,9 +140,13 @@ class WindowIndex:
         ]
 
     def num_upto(self, end_time_ns: int, writer: str, number: int, step: int) -> int:
-        """Return the number of windows whose name is at most the name that the arguments form.
+        """Return the number of windows up to and including a name, in the order of names.
 
-        The name may belong to a deleted window; see `name`.
+        The window with this name may have been deleted.
+
+        Args:
+            end_time_ns, writer, number: Name of the trajectory.
+            step: Number of the window in the trajectory.
         """
         bounds = [self._index.num_before(end_time_ns, writer, number + more) for more in (0, 1)]
         first, stop = np.searchsorted(self.trajectories, bounds)
@@ -164,8 +172,8 @@ def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64
     Returns:
         For each of the K arrivals, the index of its item (ascending) and its time: int64 `[K]` each.
     """
-    # Divide the turn into 2**num_halvings parts, so that the mean number of arrivals of an item per
-    # part is at most 1. The table of `_poisson_bounds` then stays short.
+    # Divide the turn into 2**num_halvings parts, so that an item has on average at most one arrival
+    # per part. The table of the Poisson distribution then stays short.
     num_halvings = max(0, math.ceil(mean) - 1).bit_length()
     parts = np.arange(1 << num_halvings, dtype=np.uint64)
     part_keys = mixed(keys[:, None] + parts).ravel()
@@ -185,12 +193,11 @@ def turn_of(time: int) -> int:
 
 @lru_cache(maxsize=64)
 def _poisson_bounds(mean: Fraction) -> np.ndarray:
-    """Compute a table, uint64 `[K]`, that converts uniform random uint64 to Poisson variables.
+    """Compute the table for drawing Poisson variables from uniform random numbers: uint64 `[K]`.
 
-    The Poisson variable for a random number is the number of table entries that are at most the
-    random number. Entry n of the table is 2**64 times the probability that the variable is at most
-    n, rounded down. The entries are computed with 192-bit integers, so that they are equal on every
-    processor.
+    Entry n is 2**64 times the probability that the variable is at most n, rounded down. To draw a
+    variable, draw a uniform random uint64, and count the entries that are at most this number. The
+    table is computed with 192-bit integers, so that it is equal on every processor.
     """
     term = 1 << 192
     terms = []
@@ -216,7 +223,7 @@ def checked_windows(numbers: Sequence[int] | np.ndarray, num_windows: int) -> In
         raise UsageError(
             f"windows must be a list of integers, got dtype {windows.dtype}, shape {windows.shape}."
         )
-    # A negative number becomes a large uint64, so one maximum checks both limits.
+    # As uint64, negative numbers are larger than any limit. So one maximum checks both limits.
     if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:
         return windows
     low = int(windows.min())
@@ -253,10 +260,10 @@ class WindowShape:
 
     @classmethod
     def of(cls, deltas: Sequence[int], fills_gaps: bool) -> WindowShape:
-        """Build a shape that contains all `deltas`.
+        """Build the shape of windows that need the frames at the distances `deltas`.
 
-        With `fills_gaps`, the shape also contains all frames between the deltas, unless this more
-        than doubles the number of frames. One long run is read faster than many short runs.
+        With `fills_gaps`, the shape also contains all frames between these frames, unless this more
+        than doubles their number. One long run is read faster than many short runs.
         """
         wanted = np.unique(np.asarray(deltas, np.int64))
         span = int(wanted[-1] - wanted[0]) + 1
@@ -269,9 +276,10 @@ class WindowShape:
         )
 
     def rows(self, trajectory: Int64s, anchor: Int64s) -> Rows:
-        """Return the runs of frames of B windows.
+        """Return the frames of B windows as runs of consecutive frames.
 
-        Runs may extend beyond the start or the end of a trajectory. `cut` replaces these frames.
+        Runs may extend beyond the start or the end of a trajectory. Call `cut` to replace the
+        frames outside.
 
         Args:
             trajectory: int64 `[B]`, trajectory of each window.
@@ -301,11 +309,13 @@ class WindowShape:
         frame = np.clip(counted_from(start, num_pieces), 0, lengths[run] - 1)
         return Rows(trajectory[run], frame, np.where(is_cut, 1, counts)[run], target)
 
-    @lru_cache(maxsize=8)  # noqa: B019 - a shape is small, and lives as long as its dataset
+    @lru_cache(maxsize=8)  # noqa: B019 - the cache keeps shapes in memory, and shapes are small
     def _targets(self, num_windows: int) -> tuple[Int64s, Int64s]:
-        """Return the first output row and the number of frames of each run of `num_windows` windows.
+        """Return where the runs of a batch of windows are written, and their lengths.
 
-        Both results are int64 `[num_windows * R]`.
+        Returns:
+            The first output row of each run, and its number of frames: int64 `[num_windows * R]`
+            each.
         """
         target = (np.arange(num_windows)[:, None] * len(self.deltas) + self.target).ravel()
         return target, np.tile(self.count, num_windows)

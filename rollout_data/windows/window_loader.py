@@ -153,10 +153,11 @@ class WindowMixture(WindowBatches):
         self._num_draws = int(sizes.sum())
         total = int(self._ends[-1])
         self.weights = whole_parts / total
-        # Six standard deviations more than needed: a second turn is needed in one of 10^9 epochs.
+        # The number of draws in a turn is random. Six standard deviations more than needed are
+        # expected, so that a second turn is computed in only one of 10^9 epochs.
         num_expected = self._num_draws + 6 * math.isqrt(self._num_draws) + 10
-        #: For each member: mean number of times that one of its windows is drawn in one turn of
-        #: `arrivals`.
+        #: For each member: how often one of its windows is drawn in one turn, on average. A turn is
+        #: one call of `arrivals`.
         self._means = [
             Fraction(num_expected * part, total * max(size, 1))
             for part, size in zip(whole_parts.tolist(), sizes.tolist(), strict=True)
@@ -192,8 +193,8 @@ class WindowMixture(WindowBatches):
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         member, numbers = self._locate(windows)
         used = np.unique(member).tolist()
-        # A batch of a single member is copied too: all batches of a mixture have one layout, so that
-        # a compiled learner is compiled once.
+        # If there are several members, a batch with windows of only one is copied too. All batches
+        # then have the same strides, so that a compiled learner is compiled once.
         if len(self.datasets) == 1 or not used:
             return self.datasets[0].read(numbers, allocate)
         out: dict[str, torch.Tensor] = {}
@@ -232,7 +233,7 @@ class WindowMixture(WindowBatches):
         return next((known for known in problems if known is not problem), problem)
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowMixture:
-        """Return a mixture of the member snapshots in `opened_as`; see `WindowDataset.at`."""
+        """Return a mixture whose members read earlier snapshots; see `WindowDataset.at`."""
         if self.opened_as == opened_as:
             return self
         members = [
@@ -245,12 +246,12 @@ class WindowMixture(WindowBatches):
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
         """Draw the windows of an epoch by weight, with replacement.
 
-        The draws depend only on the epoch and the names of the windows. Each draw has a time, which
-        fixes its position in the order; see `arrivals`.
+        The draws depend only on the epoch and the names of the windows. Each draw has a random
+        time, by which the draws are sorted; see `arrivals`.
 
         Args:
             epoch: Epoch of the draws.
-            until: [time, *window name] of the last draw to return; None for as many draws as the
+            until: Last draw to return, as [time, *window name]. None: return as many draws as the
                 mixture has windows.
 
         Returns:
@@ -270,7 +271,11 @@ class WindowMixture(WindowBatches):
         return draws[:num_draws], times[:num_draws]
 
     def _arrivals(self, epoch: Epoch, turn: int) -> tuple[Int64s, Int64s]:
-        """Return the windows drawn in one turn of `arrivals`, and the ascending times of the draws."""
+        """Draw windows of all members for one turn: a period of the random times of draws.
+
+        Returns:
+            The numbers of the drawn windows in order, and the ascending times of the draws.
+        """
         windows = []
         times = []
         for member, dataset in enumerate(self.datasets):
@@ -288,13 +293,13 @@ class WindowMixture(WindowBatches):
         return [member, *self.datasets[member].name(window - int(self._first[member]))]
 
     def num_upto(self, name: Sequence[Any]) -> int:
-        """Return the number of windows whose name is at most `name`."""
+        """Return the number of windows up to and including `name`, in the order of names."""
         member, *rest = name
         num_there: int = self.datasets[member].num_upto(rest)
         return num_there + int(self._first[member])
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
-        """Return, for each window, the index of its dataset and its number in that dataset.
+        """Return the dataset of each window, as an index into `datasets`, and its number there.
 
         Both results are int64 `[B]`.
         """
@@ -306,7 +311,11 @@ class WindowMixture(WindowBatches):
         return member, numbers - self._first[member]
 
     def draw(self, num_samples: int, generator: np.random.Generator) -> Int64s:
-        """Draw windows with replacement: a member by weight, then one of its windows uniformly."""
+        """Draw windows with replacement. Each draw chooses a member by weight, then a window of it.
+
+        Returns:
+            Numbers of the drawn windows, int64 `[num_samples]`.
+        """
         bits = generator.integers(1 << RANDOM_BITS, size=(num_samples, 2))
         member = np.searchsorted(self._ends, scaled(bits[:, 0], int(self._ends[-1])), side="right")
         sizes = np.diff(self._first)[member]
@@ -321,9 +330,9 @@ class WindowMixture(WindowBatches):
         even: Even = "pad",
         shard: ShardChoice = "auto",
     ) -> MixtureSampler:
-        """Return a sampler for a `DataLoader` with `num_samples` draws per epoch.
+        """Return a sampler that draws `num_samples` windows per epoch, for a `DataLoader`.
 
-        `num_samples=None` draws as many windows as the mixture has. With shard="auto", all ranks of
+        None means the number of windows of the mixture. With shard="auto", all ranks of
         torch.distributed use the mixture of rank 0, so every rank must call this method.
         """
         agreed = agreement_of(current_shard(checked_shard(shard)))(0, lambda: self.opened_as)
@@ -370,15 +379,15 @@ class MixtureSampler(Shown, Sampler[int]):
 
 
 def _num_upto_draw(windows: Any, draws: Int64s, keys: Int64s, last: Sequence[Any]) -> int:
-    """Return the number of draws up to and including the draw `last`.
+    """Return the number of draws up to and including a draw of an earlier snapshot.
 
-    The window of that draw may have been deleted. The result then counts the draws before it.
+    If the window of this draw was deleted, the result is the number of draws before it.
 
     Args:
         windows: A `WindowDataset` or `WindowMixture`.
         draws: int64 `[K]`, numbers of the drawn windows, in order.
-        keys: int64 `[K]`, keys of the draws, ascending.
-        last: [key, *window name] of the draw.
+        keys: int64 `[K]`, sort keys of the draws, ascending.
+        last: The draw to find: [sort key, *window name].
     """
     key, *name = last
     return num_upto(draws, keys, key, windows.num_upto(name))
@@ -464,8 +473,8 @@ class WindowLoader(Shown):
                 f"ranks {current_shard(self._shard).total})"
             )
             warnings.warn(text, RolloutDataWarning, stacklevel=2)
-        #: Number of iterations, and calls of `set_epoch` and `load_state_dict`, so far. An iteration
-        #: raises an error if the number increases while it runs.
+        #: Counts iterations and changes of the position, such as `set_epoch`. A running iteration
+        #: raises an error if this count increases, because its batches would no longer be the next.
         self._turn = 0
         self.set_epoch(0)
 
@@ -479,12 +488,12 @@ class WindowLoader(Shown):
         self.epoch = epoch
         self._position = 0
         self._windows = self.dataset
-        #: [key, *name] of the last window of the epoch, from a loaded state; otherwise None.
+        #: The last window of the epoch in a loaded state, as [key, *name]; None in other epochs.
         self._until: Any = None
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
 
     def _open_as_rank_0(self, windows: Any, opened_as: Any = None) -> Any:
-        """Return a dataset that reads the same snapshot as on rank 0.
+        """Return a dataset that reads the same snapshot of the folders as rank 0.
 
         Args:
             windows: Dataset of this rank.
@@ -558,13 +567,13 @@ class WindowLoader(Shown):
             )
 
         batches = (read(first, stop) for first, stop in bounds.tolist() if first < stop)
-        # A `with` block would wait for the thread when the garbage collector deletes an abandoned
-        # iteration.
+        # Not in a `with` block: it would wait for the thread when the garbage collector deletes an
+        # abandoned iteration.
         ahead = iter(PipelinedDataCollector(batches, self.device, self.num_ahead))
         for number, batch in enumerate(ahead, 1):
             if number < len(bounds):
                 self._position = start + number * global_size
-            else:  # Advance before `yield`, so that a state saved now starts the next epoch.
+            else:  # Advance before `yield`: a state that is saved now starts at the next epoch.
                 self._go_to(epoch + 1)
             yield batch
             del batch

@@ -1,4 +1,4 @@
-"""Plan and read windows: gather the rows of a batch, and view them as nested fields.
+"""Plan the fields and frames of windows, and read batches of windows.
 
 The plan is made once, when a dataset is opened. Each batch then needs a few table look-ups, and one
 gather per kind of row. Most fields are views of the rows. Fields decoded by a codec are copies, and
@@ -33,10 +33,10 @@ from .window_index import WindowShape
 
 MASK = "mask"
 NEXT_MASK = "next_mask"
-#: Boolean fields that are not stored, but computed from the end of the trajectory.
+#: Names of the boolean fields that are computed from the end of a trajectory instead of stored.
 DONE, TIMEOUT = "done", "timeout"
 FLAGS = (DONE, TIMEOUT)
-#: Groups of fields that can have a recorded final observation.
+#: Fields, or groups of components, that can have a recorded final observation.
 OBSERVATIONS = ("observation", "privileged_observation")
 NEXT = "next_"
 #: Largest distance in frames between two frames of a window, or between two windows.
@@ -67,7 +67,7 @@ class WindowField:
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """Smallest and largest distance of the frames from the anchor."""
+        """Smallest and largest distance of a frame of this field from the anchor, in frames."""
         return int(self.deltas.min()), int(self.deltas.max())
 
 
@@ -77,7 +77,8 @@ class WindowPlan:
 
     Attributes:
         fields: Recorded fields in schema order, then `done` and `timeout`, then next observations.
-        shapes: Frames of a window to read. Columns from which equal frames are read share a shape.
+        shapes: The frames of a window to read, relative to its anchor. Columns from which the same
+            frames are read share a shape.
         columns: Map from the name of each column that is read to the index of its shape.
     """
 
@@ -87,7 +88,7 @@ class WindowPlan:
 
     @cached_property
     def columns_of(self) -> tuple[tuple[str, ...], ...]:
-        """For each shape, the names of the columns with this shape."""
+        """For each shape, the names of the columns from which its frames are read."""
         numbers = range(len(self.shapes))
         return tuple(
             tuple(name for name, shape in self.columns.items() if shape == number)
@@ -96,7 +97,7 @@ class WindowPlan:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Smallest and largest delta of any field, except next observations."""
+        """Smallest and largest distance of a frame from the anchor, without next observations."""
         ends = [field.reach for field in self.fields if not field.is_next]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -109,7 +110,9 @@ def plan_windows(
     next_observations: bool,
     flatten_observations: bool = False,
 ) -> WindowPlan:
-    """Choose fields, frames and columns for windows; see `WindowDataset` for the options.
+    """Choose the fields of a batch, and the frames and columns to read for them.
+
+    The options are documented in `WindowDataset`.
 
     Raises:
         MissingFieldError: A name is not a field.
@@ -170,9 +173,14 @@ def plan_windows(
 def _shapes(
     layout: RowLayout, wanted: Sequence[tuple[str, str, Int64s]]
 ) -> tuple[tuple[WindowShape, ...], dict[str, int]]:
-    """Return the attributes `shapes` and `columns` of a `WindowPlan`.
+    """Choose the columns to read for the fields of a batch, and the frames to read from each.
 
-    `wanted` has an item (prefix of the name in the batch, source field, deltas) for each field.
+    Args:
+        layout: Layout of the rows.
+        wanted: For each field: prefix of its name in the batch, recorded field, and deltas.
+
+    Returns:
+        The attributes `shapes` and `columns` of a `WindowPlan`.
     """
     needed: dict[str, list[int]] = {}
     for _, source, deltas in wanted:
@@ -199,9 +207,10 @@ def _select(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
 
 
 def _fields_below(argument: str, name: str, known: Sequence[str]) -> list[str]:
-    """Return the known fields with the name `name` or below it (`name/...`).
+    """Return the fields that a user's argument names: the field `name`, or all of a group `name`.
 
-    Raises `MissingFieldError` if there are none.
+    Raises:
+        MissingFieldError: There is no such field or group.
     """
     names = [
         candidate for candidate in known if candidate == name or candidate.startswith(f"{name}/")
@@ -216,9 +225,10 @@ def _fields_below(argument: str, name: str, known: Sequence[str]) -> list[str]:
 
 
 def _deltas_of(name: str, delta_lists: Mapping[str, Int64s], length: int) -> Int64s:
-    """Return the deltas of a field.
+    """Return the frames of a field in a window, relative to the anchor.
 
-    They are those of the field or its nearest parent in `delta_lists`, else `0 .. length - 1`.
+    They are listed in `delta_lists` under the name of the field or of its nearest parent group.
+    Without such a list they are `0 .. length - 1`.
     """
     parts = name.split("/")
     for size in range(len(parts), 0, -1):
@@ -260,9 +270,9 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
 def damaged_frame(
     snapshot: RowSource, plan: WindowPlan, trajectory: int, anchor: int, length: int
 ) -> DataFileError | None:
-    """Return an error that names the first damaged frame of a window; None if no frame is damaged.
+    """Find the first damaged frame of a window, and return an error that names the frame.
 
-    If the file was deleted, the result is the error of the deleted file.
+    If the file was deleted, the error says so. If no frame is damaged, the result is None.
     """
     trajectories = np.array([trajectory])
     for column, number in plan.columns.items():
@@ -282,7 +292,7 @@ def _named_damage(
 ) -> DataFileError:
     trajectory, frame = at
     cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
-    if not isinstance(cause, DataFileError):  # `problem` is the error of a deleted file.
+    if not isinstance(cause, DataFileError):  # The file was deleted, so no frame is damaged.
         return problem
     episode = snapshot.name_of(trajectory)
     path = str(snapshot.file_of_row(column, trajectory, frame))
@@ -297,7 +307,7 @@ def _named_damage(
 
 
 class WindowReader:
-    """Reader of windows of selected trajectories in a snapshot.
+    """Reads batches of windows from selected trajectories of a snapshot.
 
     Args:
         snapshot: Source of the rows.
@@ -330,26 +340,27 @@ class WindowReader:
         final = index.final_row[trajectories] >= 0
         is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
         self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
-        #: Instructions to view each stored field, by name: (parts, whether the parts are joined). A
-        #: part describes one source of the field, as a tuple: function that views the source in
-        #: rows, number of frames per window, distances between windows and between frames (in
-        #: rows), first row, and indices of frames to select from the result or None.
+        #: For each stored field: its parts, and whether they are joined. A part is a recorded field
+        #: or component. It is described by a tuple: function that views it in the rows of a batch,
+        #: number of frames per window, distances in rows between windows and between frames, first
+        #: row, and indices of the frames to select from the view (None: all).
         self._cuts = {field.name: self._cut(field) for field in plan.fields if field.rows}
         self._final_cuts = {
             field.name: FrameCut(snapshot.layouts[FINAL], field.sources, field.is_joined)
             for field in plan.fields
             if field.is_next
         }
-        #: Whether any trajectory has only one frame. Otherwise `_flag` can skip most windows.
+        #: Whether any trajectory has only one frame. If none has, flags are computed only for
+        #: windows near the end of a trajectory.
         self._has_single_frames = bool((self._lengths == 1).any())
 
     def read(self, place: Int64s, anchor: Int64s, allocate: Allocate) -> dict[str, Any]:
-        """Read B windows.
+        """Read a batch of B windows.
 
         Args:
             place: int64 `[B]`, trajectory of each window, as an index into `trajectories`.
             anchor: int64 `[B]`, anchor of each window.
-            allocate: Function that creates a tensor from shape and dtype.
+            allocate: Function that returns a new tensor of a shape and a dtype.
 
         Returns:
             A nested dict of `[B, L, *shape]` tensors and masks.
@@ -378,7 +389,11 @@ class WindowReader:
         return {**batch, NEXT_MASK: unflatten(next_masks)} if next_masks else batch
 
     def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
-        """Read the rows of B windows: an int32 tensor `[B * W, row_bytes / 4]` for each column."""
+        """Read the rows of a batch of B windows from the files.
+
+        Returns:
+            Map from column to int32 tensor `[B * W, row_bytes / 4]`, with W frames per window.
+        """
         memory: dict[str, torch.Tensor] = {}
         for number, shape in enumerate(self.plan.shapes):
             out: dict[str, torch.Tensor] = {}
@@ -428,7 +443,7 @@ class WindowReader:
     ) -> torch.Tensor:
         """Insert recorded final observations into next observations after the end of a trajectory.
 
-        Returns `values` unchanged if there are none, otherwise a changed copy.
+        If the batch needs none, return `values` unchanged. Otherwise return a changed copy.
         """
         if at.least_after > field.reach[1]:
             return values
@@ -460,7 +475,8 @@ class WindowReader:
         if at.least_after <= last or self._has_single_frames:
             near = np.flatnonzero((at.after <= last) | (at.length == 1))
             after = at.after[near, None] - 1
-            # Padding repeats the flags of the nearest frame, unless it consists of zeros.
+            # Frames outside of the trajectory are zeros, or copies of the nearest frame, which have
+            # the flags of this frame.
             is_last = (
                 field.deltas == after
                 if self._is_zero
@@ -478,7 +494,7 @@ class WindowReader:
 
 
 class _Places:
-    """Positions of the B windows of a batch in their trajectories, int64 `[B]` each.
+    """Where the B windows of a batch are: trajectories and anchors, int64 `[B]` each.
 
     Attributes:
         place: Index of the trajectory among the selected trajectories.

@@ -68,16 +68,16 @@ class WindowBatch(dict[str, Any]):
     __repr__ = described
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce to a plain dict, so that a pickled batch does not need this class."""
+        """Pickle the batch as a plain dict, so that a reader of the pickle does not need this class."""
         return dict, (dict(self),)
 
 
 class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
     """Base class of map-style datasets that read a batch of windows in one call."""
 
-    #: Whether windows with damaged data raise or are skipped; see `WindowDataset`.
+    #: Whether damaged data raise an error, or windows with damaged data are skipped.
     on_error: OnError = "raise"
-    #: Names of attributes that are not pickled, because `_open` creates them again.
+    #: Names of attributes that are not pickled. An unpickled dataset creates them again.
     _not_pickled: tuple[str, ...] = ("_pool", "_shared")
 
     def _open(self) -> None:
@@ -133,7 +133,11 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
     def batch(
         self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None
     ) -> dict[str, Any]:
-        """Return a batch like `__getitems__`; `on_error` replaces the setting of the dataset.
+        """Return a batch of windows, with another rule for damaged data than that of the dataset.
+
+        Args:
+            windows: Numbers of the windows.
+            on_error: "raise" or "skip". None: the rule of the dataset.
 
         Raises:
             DataFileError: A window is damaged and not skipped; the message names file, episode and
@@ -167,7 +171,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None) -> Int64s:
-        """Return the readable windows of `windows`, and record the unreadable ones as skipped.
+        """Return the windows that can be read, and record the others as skipped.
 
         Raises:
             DataFileError: No window of the dataset is readable.
@@ -175,31 +179,32 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
-        """Return an error that describes the first damaged window.
+        """Return an error that names the first damaged window, after a batch could not be read.
 
-        `problem` is the error of reading the windows together. It is returned if no window is
-        damaged when it is read alone.
+        `problem` is the error of reading the batch. If each window can be read alone, return it.
         """
 
     @abstractmethod
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        """Read a batch like `__getitems__`, into tensors created by `allocate(shape, dtype)`."""
+        """Read a batch of windows into tensors that `allocate(shape, dtype)` creates."""
 
     def ahead(self, epoch: Epoch | None) -> Callable[[int, int], None]:
-        """Return a function `(start, stop)` that prefetches these positions of an epoch.
+        """Return a function that prefetches the windows at positions `start:stop` of an epoch.
 
-        By default the function does nothing. `epoch=None` means ascending window numbers.
+        The caller calls it as `function(start, stop)` before each read. By default it does nothing.
+        If `epoch` is None, the windows are read in the order of their numbers.
         """
         return lambda start, stop: None
 
     @staticmethod
     def collate(batch: Any) -> Any:
-        """Convert a batch to a plain dict, which torch's pytree requires; stack a list of windows.
+        """Function for `DataLoader(dataset, collate_fn=dataset.collate)`.
 
-        Argument for torch: `DataLoader(dataset, collate_fn=dataset.collate)`.
+        It converts a batch to a plain dict, which torch's pytree requires. A list of single windows
+        is stacked.
         """
         if not isinstance(batch, list):
-            # A `_SharedBatch` is returned unchanged: `_departing` converts it when it is sent.
+            # A batch in shared memory keeps its class, which sends it without a copy.
             return dict(batch) if type(batch) is WindowBatch else batch
         if not batch or not all(isinstance(window, Mapping) for window in batch):
             raise UsageError(
@@ -218,22 +223,21 @@ class WorkerMemory:
     """
 
     def __init__(self) -> None:
-        # Only batches that are sent to another process use `_departing`. `copy` and `pickle` must
+        # Register the function for transfers between processes only. `copy` and `pickle` must
         # create plain dicts instead.
         ForkingPickler.register(_SharedBatch, _departing)
         self.places: list[_SharedPlace] = []
         self._place_bytes = 0
 
     def make(self, read: Callable[[Allocate], dict[str, Any]]) -> Any:
-        """Read a batch into a slot of shared memory if one is free, else into ordinary memory.
+        """Read a batch into shared memory if a slot is free, otherwise into ordinary memory.
 
-        `read(allocate)` returns the batch as a nested dict. It creates its tensors by `allocate`.
+        `read(allocate)` returns the batch as a nested dict. It creates its tensors with `allocate`.
         """
         place = self._free_place()
-        # Bytes required by the batch.
         num_bytes = 0
         memory = torch.empty(0, dtype=torch.uint8, device="cpu") if place is None else place.lend()
-        # Addresses of the storages that `empty` has allocated.
+        # Addresses of all memory in which tensors of the batch were allocated.
         allocated = {memory.data_ptr()}
 
         def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -274,7 +278,7 @@ class WorkerMemory:
 
 
 class _SharedPlace:
-    """Slot of shared memory for one batch. All its pages are reserved when it is created."""
+    """Slot of shared memory for one batch. Its memory is reserved when the slot is created."""
 
     def __init__(self, memory: SharedMemory, num_bytes: int) -> None:
         self.memory = memory
@@ -284,7 +288,7 @@ class _SharedPlace:
         self._part: weakref.ref[np.ndarray] | None = None
 
     def is_free(self) -> bool:
-        """Return whether all tensors in the slot were deleted, here and in the consumer."""
+        """Return whether all tensors in the slot were deleted, by the worker and by the consumer."""
         return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
 
     def lend(self) -> torch.Tensor:
@@ -298,9 +302,10 @@ class _SharedPlace:
         return torch.from_numpy(part)
 
     def spot(self, leaf: Any) -> Any:
-        """Convert a tensor in the slot to its position in the slot; return other leaves unchanged.
+        """Convert a tensor in the slot to its position, which is sent instead of the data.
 
-        Tensors in other memory, with gradients, or with lazy conjugation or negation are unchanged.
+        Other leaves are returned unchanged: tensors in other memory, with gradients, or with lazy
+        conjugation or negation.
         """
         if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
             return leaf
@@ -321,7 +326,10 @@ class _Spot(NamedTuple):
 
 
 class _SharedBatch(WindowBatch):
-    """Batch in a slot. A process that receives it gets a nested dict of views of the slot."""
+    """Batch in a slot of shared memory.
+
+    The process to which the batch is sent receives a nested dict of views of the same memory.
+    """
 
     def __init__(self, batch: Mapping[str, Any], place: _SharedPlace) -> None:
         super().__init__(batch)
@@ -331,19 +339,22 @@ class _SharedBatch(WindowBatch):
 def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
     place = batch.place
     batch.place = None
-    if place is None:  # Sent before, so the receiver may free the slot at any time.
+    if place is None:  # The batch was sent before, so its receiver may free the slot at any time.
         return batch.__reduce__()
     form = map_leaves(place.spot, batch)
     place.flags[_IS_LENT] = 1
     return _arrive, (place.memory.spot, _HEADER_BYTES + place.num_bytes, form)
 
 
-#: Slots of workers that this process, the consumer, has mapped.
+#: Slots of worker processes that this process has mapped to receive batches.
 mapped: dict[Spot, np.ndarray] = {}
 
 
 def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch in a slot as views. The slot becomes free when all views are deleted."""
+    """Unpickle a batch that a worker has sent, as views of the slot in shared memory.
+
+    The slot becomes free when all views are deleted.
+    """
     memory = (
         mapped[spot]
         if spot in mapped
