@@ -589,3 +589,14 @@ def test_an_array_that_the_directory_of_an_npz_file_hides_is_damage(tmp_path):
     numbers = f"lists {num_members - 1} members, but its end record states {num_members}"
     with pytest.raises(DataFileError, match=numbers):
         rollout_data.open(path, format="motion")
+
+
+def test_clips_that_are_added_to_an_opened_folder_are_not_played(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **clip_arrays(50))
+    dataset = rollout_data.RolloutDataset(tmp_path, 1, 1, False, device="cpu")
+    num_frames = [sum(int(batch.valid.sum()) for batch in dataset)]
+    np.savez(tmp_path / "b.npz", **clip_arrays(60))
+    num_frames.append(sum(int(batch.valid.sum()) for batch in dataset))
+    reopened = rollout_data.RolloutDataset(tmp_path, 1, 1, False, device="cpu")
+    num_frames.append(sum(int(batch.valid.sum()) for batch in reopened))
+    assert num_frames[0] == num_frames[1] and num_frames[2] == 2 * num_frames[0]
