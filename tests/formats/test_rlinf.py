@@ -8,7 +8,7 @@ import json
 import pickle
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -410,11 +410,14 @@ def test_trajectories_in_play_continue_in_the_pass_after_a_growth(tmp_path: Path
     assert frames_of([first, *drain(dataset, 1)]) == expected
 
 
-def test_a_damaged_index_is_reported_and_the_known_trajectories_are_played(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda index: index.write_text("{"), Path.unlink])
+def test_a_damaged_index_is_reported_and_the_known_trajectories_are_played(
+    tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
     write(tmp_path / "a", {0: block(0)})
     dataset = rollout_data.RolloutDataset(tmp_path / "a", 1, 1, False, device="cpu")
     before = frames_of(dataset)
-    (tmp_path / "a" / "trajectory_index.json").write_text("{")
+    damage(tmp_path / "a" / "trajectory_index.json")
     with pytest.warns(RolloutDataWarning):
         assert frames_of(dataset) == before
     assert dataset.problems

@@ -77,7 +77,10 @@ class RlinfReader(FileSource):
         episodes: list[EpisodeInfo] = []
         #: Number of each episode in the trajectory index.
         self._numbers: list[int] = []
-        for rank, folder in enumerate(checkpoint_folders(self.path)):
+        folders = checkpoint_folders(self.path)
+        if not folders:
+            raise DataFileError(f"{str(self.path)!r} has no index of trajectories.")
+        for rank, folder in enumerate(folders):
             # Each rank has its own range of numbers, so new episodes of a rank move no others.
             first_episode = len(episodes)
             for number, entry, path in self._listed(folder, is_rebuilt):
@@ -102,13 +105,17 @@ class RlinfReader(FileSource):
 
         If files without an index entry are read too, the names of all files are included.
         """
+        is_rebuilt = self.options["on_bad_index"] == "rebuild"
         states = []
         for folder in checkpoint_folders(self.path):
             index = index_path(folder)
-            status = None if index is None else index.stat()
+            try:
+                status = None if index is None else index.stat()
+                numbers = list(find_files(folder)) if is_rebuilt else None
+            except OSError:  # A file was removed meanwhile. Reopening the folder reports that.
+                return None
             state = None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
-            is_rebuilt = self.options["on_bad_index"] == "rebuild"
-            states.append((folder, state, list(find_files(folder)) if is_rebuilt else None))
+            states.append((folder, state, numbers))
         return states
 
     def number_of(self, episode: int) -> int:
